@@ -107,16 +107,16 @@ def promote_if_better(
     if isinstance(live, NoComparison):
         promoted = state is None or (decision.promoted and live.is_excused)
         decision = replace(decision, promoted=promoted, reasons=(live.reason, *decision.reasons))
-    with publication(lake, surface, state.live if state else None) as pointer:
-        if decision.promoted:
-            pointer.promote(latest.name)
     record = PromotionRecord(
         version=decision.version,
         promoted=decision.promoted,
         reasons=decision.reasons,
         segments=tuple(segments),
     )
-    write_promotion_record(lake.root, surface, record)
+    with publication(lake, surface, state.live if state else None) as pointer:
+        write_promotion_record(lake.root, surface, record)  # first: no promotion lacks one
+        if decision.promoted:
+            pointer.promote(latest.name)
     return decision
 
 

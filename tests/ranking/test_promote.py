@@ -33,6 +33,7 @@ from ranking.registry.ranker import (
     load_ranker,
     rankers_folder,
 )
+from ranking.registry.records import read_promotion_record
 from ranking.scoring.scorer import input_builder
 from ranking.student.config import StudentTrainConfig
 from tests.conftest import LAST
@@ -155,6 +156,31 @@ def test_only_a_promoted_ranker_goes_live(ranker_lake: Lake, folder: Path) -> No
     assert live_version(ranker_lake.root, "feed").name == "one"
     live_pointer(ranker_lake.root, "feed").promote("two")
     assert promote_if_better(ranker_lake, "feed", SPLIT, LENIENT).reasons == ("it is live already",)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "ranking.registry.promotion.write_promotion_record",
+        "etl.tables.pointer.VersionPointer.promote",
+        "ranking.registry.publication.remove_unreferenced_versions",
+    ],
+)
+def test_a_promotion_that_is_interrupted_has_its_record_or_did_not_happen(
+    ranker_lake: Lake, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            promote_if_better(ranker_lake, "feed", SPLIT, CONFIG)
+    if live_pointer(ranker_lake.root, "feed").read() is None:
+        assert promote_if_better(ranker_lake, "feed", SPLIT, CONFIG).promoted
+    record = read_promotion_record(ranker_lake.root, "feed")
+    assert record and record.version == "one" and record.promoted
+    assert record.reasons[0] == "the first of its surface"
 
 
 def test_a_ranker_that_was_rolled_back_is_not_promoted_until_it_is_unblocked(
