@@ -211,7 +211,7 @@ class GroupTrials:
     def _path(self, design: GroupDesign, rows: str) -> StoragePath:
         versions = {name: self.lake.version(name) for name in INPUT_TABLES}
         spec = self.lake.spec  # what models read and no table depends on
-        inputs = {"similarity_attributes", "sequences"}
+        inputs = {"similarity_attributes", "sequences", "position_bias"}
         identity = f"{design.key} {sorted(versions.items())} {self.split.model_dump_json()} "
         identity += spec.model_dump_json(include=inputs)
         name = hashlib.sha256(identity.encode()).hexdigest()[:16]

@@ -7,6 +7,7 @@ with a model per pair of surface and objective, on the test days.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from etl.errors import UserError
 from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
 from ranking.portfolio.feature_filter import filter_features, kept_share
@@ -70,7 +71,12 @@ class Proposal:
 
 
 def propose(lake: Lake, split: DaySplit, config: StudentTrainConfig, print_line: Print) -> Proposal:
-    """Find a portfolio by merges of pairs, then by dropped features, then by smaller sizes."""
+    """Find a portfolio by merges of pairs, then by dropped features, then by smaller sizes.
+
+    Raises UserError if the split has no calibration day.
+    """
+    if split.calibration is None:
+        raise UserError("a portfolio is chosen on a calibration day: name one with --calibration")
     trials = GroupTrials(lake, split, optional_units(lake.spec))
     pairs = pairs_of(lake.spec)
     changes: list[Change] = []

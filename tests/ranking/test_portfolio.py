@@ -35,7 +35,7 @@ from ranking.portfolio.sizes import reduced
 from ranking.student.config import StudentTrainConfig
 from ranking.student.trained import new_student
 from tests.conftest import SPEC
-from tests.ranking.conftest import SMALL, batch_of
+from tests.ranking.conftest import SMALL, batch_of, other_inputs
 from tests.small_pipeline import DAYS, FIRST
 from tests.world import copy_of
 from training.data.reader import ExampleReader
@@ -110,16 +110,26 @@ def test_a_group_learns_the_labels_of_its_own_pairs_alone(lake: Lake) -> None:
     assert int(mask.sum()) == 2 and not mask[0].any()
 
 
+SPLIT = DaySplit(
+    train_first=FIRST, train_last=FIRST, calibration=None, test_first=DAYS[1],
+    test_last=DAYS[1], data_until=DAYS[1],
+)  # fmt: skip
+
+
 def test_predictions_with_other_inputs_of_models_are_not_used_again(lake: Lake) -> None:
-    split = DaySplit(
-        train_first=FIRST, train_last=FIRST, calibration=None, test_first=DAYS[1],
-        test_last=DAYS[1], data_until=DAYS[1],
-    )  # fmt: skip
-    design, none = GroupDesign(frozenset((CLICK,)), CONFIG), {"similarity_attributes": ()}
-    assert lake.spec.similarity_attributes
-    other = Lake(lake.root, lake.spec.model_copy(update=none))
-    paths = {str(GroupTrials(of, split, {})._path(design, "test")) for of in (lake, other)}
-    assert len(paths) == 2
+    design = GroupDesign(frozenset((CLICK,)), CONFIG)
+    others = [lake.spec.model_copy(update=update) for update in other_inputs(lake.spec).values()]
+    lakes = [lake, *(Lake(lake.root, spec) for spec in others)]
+    paths = {str(GroupTrials(of, SPLIT, {})._path(design, "test")) for of in lakes}
+    assert len(paths) == len(lakes) == 4
+
+
+def test_a_proposal_without_a_calibration_day_is_refused_before_any_training(
+    lake: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GroupTrials, "train", lambda *_: pytest.fail("a group was trained"))
+    with pytest.raises(UserError, match="name one with --calibration"):
+        propose(lake, SPLIT, CONFIG, print)
 
 
 def test_a_dropped_unit_is_not_read(lake: Lake) -> None:
