@@ -210,7 +210,7 @@ def evaluate_policy(lake: Lake, surface: str, days: DayRange, data_until: date) 
         UserError: No ranker is promoted, or the log has no positions and propensities.
     """
     first_second = lake.spec.day_start(days[0])
-    version = version_to_evaluate(lake.root, surface, first_second)
+    version = version_to_evaluate(lake.root, surface, first_second, lake.spec)
     ranker = validate_ranker(load_ranker_before(version, first_second), lake.root, surface)
     logged = load_logged_rankings(lake, days, score_logged_ads(lake, ranker, days, data_until))
     ads, rankings = logged.ads, logged.rankings

@@ -116,6 +116,11 @@ class RankerManifest(StrictModel):
             self.user_hash_buckets,
         )
 
+    @property
+    def labels_until(self) -> int:
+        """Epoch second until which final labels were learned; 0 if it was not recorded."""
+        return self.training.labels_until if self.training else 0
+
     def changed_inputs(self, spec: DataSpec) -> list[str]:
         """The keys of what rankers read that differ between a spec and the ranker's own.
 

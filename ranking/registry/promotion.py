@@ -153,7 +153,7 @@ def load_live_for_comparison(
     if live is None:
         return NoComparison("the first of its surface")
     test_start = lake.spec.day_start(split.test_first)
-    for folder in (*versions_before(lake.root, surface, test_start), live):
+    for folder in (*versions_before(lake.root, surface, test_start, lake.spec), live):
         try:
             ranker = validate_ranker(load_ranker_before(folder, test_start), lake.root, surface)
         except UserError as error:

@@ -301,8 +301,8 @@ def live_version(lake: str, surface: str) -> StoragePath:
     return folder
 
 
-def versions_before(lake: str, surface: str, epoch_second: int) -> Iterator[StoragePath]:
-    """The live versions that learned no label that became final after a time, the latest first.
+def versions_before(lake: str, surface: str, second: int, spec: DataSpec) -> Iterator[StoragePath]:
+    """The live versions of a spec that learned no label final after a second, the latest first.
 
     A refit may have learned labels of the days on which rankers are evaluated; these are the
     versions to evaluate instead. Damaged ones are skipped with a warning.
@@ -312,24 +312,24 @@ def versions_before(lake: str, surface: str, epoch_second: int) -> Iterator[Stor
     for name in reversed(state.retained if state else ()):
         folder = pointer.folder / name
         try:
-            training = read_manifest(folder).training
-            if training is None or training.labels_until <= epoch_second:
+            manifest = read_manifest(folder)
+            if manifest.spec.hash == spec.hash and manifest.labels_until <= second:
                 read_package(folder)
                 yield folder
         except UserError as error:
             log.warning("skipped in the evaluation: %s", error)
 
 
-def version_to_evaluate(lake: str, surface: str, epoch_second: int) -> StoragePath:
-    """The latest live version that learned no label that became final after a time.
+def version_to_evaluate(lake: str, surface: str, second: int, spec: DataSpec) -> StoragePath:
+    """The latest live version of a spec that learned no label that became final after a second.
 
-    If all retained versions have learned some, the live one is returned with a warning. Raises
-    UserError if the surface has no live ranker.
+    If no retained version is one, the live one is returned with a warning. Raises UserError if the
+    surface has no live ranker.
     """
     live = live_version(lake, surface)
-    earlier = next(versions_before(lake, surface, epoch_second), None)
+    earlier = next(versions_before(lake, surface, second, spec), None)
     if earlier is None:
-        since = datetime.fromtimestamp(epoch_second, UTC)
+        since = datetime.fromtimestamp(second, UTC)
         log.warning("%s has learned labels since %s: it is evaluated on them", live, since)
     return earlier or live
 

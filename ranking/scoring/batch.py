@@ -54,7 +54,7 @@ def score_days(lake: Lake, surface: str, days: DayRange) -> int:
         UserError: The surface has no live ranker, or one of another spec; or a day no examples.
     """
     first_second = lake.spec.day_start(days[0])
-    folder = version_to_evaluate(lake.root, surface, first_second).absolute()
+    folder = version_to_evaluate(lake.root, surface, first_second, lake.spec).absolute()
     ranker = validate_ranker(load_ranker_before(folder, first_second), lake.root, surface)
     reader = input_builder(ranker, lake).reader
     reader.require_days(*days)

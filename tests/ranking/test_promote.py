@@ -265,6 +265,12 @@ def test_versions_that_learned_labels_of_the_test_days_do_not_let_a_calibrated_r
     decision = promote_if_better(ranker_lake, surface, SPLIT, LENIENT)
     assert not decision.promoted
     assert decision.reasons[0].startswith("all retained versions of the live one have learned")
+    other = copy_ranker(folder, ranker_lake.root, "other")  # of the spec before
+    changed = manifest.read_manifest(other).model_copy(update={"spec": other_spec(spec)})
+    manifest.write_manifest(other, changed)
+    for name in ("other", "new"):
+        live_pointer(ranker_lake.root, surface).promote(name)
+    assert promote_if_better(ranker_lake, surface, SPLIT, LENIENT) == decision
 
 
 def test_versions_of_the_days_until_labels_are_final_are_kept(lake: Lake, tmp_path: Path) -> None:

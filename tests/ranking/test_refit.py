@@ -342,7 +342,8 @@ def test_windows_of_days_follow_each_other(trained: Lake) -> None:
 
 
 def evaluated(lake: Lake, day: date) -> str:
-    return version_to_evaluate(lake.root, SURFACE, lake.spec.day_start(day)).name
+    start = lake.spec.day_start(day)
+    return version_to_evaluate(lake.root, SURFACE, start, lake.spec).name
 
 
 def test_a_day_is_evaluated_by_a_version_that_learned_nothing_of_it(

@@ -15,17 +15,25 @@ from etl.errors import UserError
 from etl.signature import SIGNING_KEY_VARIABLE, TRUSTED_KEY_VARIABLE
 from etl.tables.atomic_io import local_path
 from ranking.registry import manifest
-from ranking.registry.manifest import REQUIRED_FILES, ranker_hash, read_manifest
+from ranking.registry.manifest import (
+    REQUIRED_FILES,
+    RankerTraining,
+    ranker_hash,
+    read_manifest,
+)
 from ranking.registry.ranker import (
     ExportedRanker,
     live_pointer,
     load_ranker,
     rankers_folder,
     validate_ranker,
+    version_to_evaluate,
     versions_before,
 )
 from ranking.scoring.calibration import PlattScaling
+from ranking.student.config import StudentTrainConfig
 from ranking.student.trained import TrainedStudent
+from tests.conftest import FIRST
 from tests.ranking.conftest import FITTED, batch_of
 from training.data.reader import ExampleReader
 
@@ -65,7 +73,32 @@ def test_a_manifest_is_read_without_the_files_that_loading_verifies(
     assert read_manifest(rankers / "damaged") == read_manifest(folder)
     with pytest.raises(UserError, match="is not the file that was saved"):
         load_ranker(rankers / "damaged")
-    assert list(versions_before(str(tmp_path), "feed", 0)) == [rankers / "older"]
+    spec = read_manifest(folder).spec
+    assert list(versions_before(str(tmp_path), "feed", 0, spec)) == [rankers / "older"]
+
+
+def test_versions_of_another_spec_are_not_evaluated(folder: Path, tmp_path: Path) -> None:
+    """The live one has learned labels of the days, one of the spec before has not."""
+    manifest_of = read_manifest(folder)
+    spec = manifest_of.spec
+    before = spec.model_copy(update={"request_session_gap": 7})
+    training = RankerTraining(
+        config=StudentTrainConfig(), first_day=FIRST, labels_until=10, newest_labels={}
+    )
+    root = str(tmp_path)
+    changes: dict[str, dict[str, object]] = {
+        "older": {"spec": before},
+        "live": {"training": training},
+    }
+    for name, update in changes.items():
+        version = local_path(rankers_folder(root, "feed") / name)
+        shutil.copytree(folder, version)
+        manifest.write_manifest(version, manifest_of.model_copy(update=update))
+        live_pointer(root, "feed").promote(name)
+    assert list(versions_before(root, "feed", 9, spec)) == []
+    assert version_to_evaluate(root, "feed", 9, spec).name == "live"
+    assert version_to_evaluate(root, "feed", 10, spec).name == "live"
+    assert version_to_evaluate(root, "feed", 9, before).name == "older"
 
 
 @pytest.mark.parametrize("rows", [1, 7, 200])
