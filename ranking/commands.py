@@ -19,12 +19,11 @@ from etl.errors import UserError
 from etl.event_time import format_utc
 from ranking.feature_store.command import check_consistency
 from ranking.portfolio.command import portfolio
-from ranking.serving.settings import LOOPBACK_HOSTS, Limits
+from ranking.serving.settings import LOOPBACK_HOSTS, HostPattern, Limits
 from ranking.student.config import DomainTrainConfig, StudentTrainConfig
 from training.commands import SplitArgs
 
 Port = Annotated[int, Field(ge=0, lt=65536)]
-HostPattern = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])$")]
 SurfaceName = Annotated[str, tyro.conf.arg(help="a surface of the spec with ads")]
 DataUntil = Annotated[str, tyro.conf.arg(help="the latest day whose data has landed")]
 DataUntilTime = Annotated[

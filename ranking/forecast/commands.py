@@ -10,7 +10,7 @@ from pydantic import Field
 
 from etl.cli.runner import LakeArgs, holds_leases, parse_days_argument
 from etl.errors import UserError
-from ranking.serving.settings import LOOPBACK_HOSTS, Limits
+from ranking.serving.settings import LOOPBACK_HOSTS, HostPattern, Limits
 
 if TYPE_CHECKING:
     from ranking.forecast.schemas import Forecast, Interval
@@ -144,7 +144,7 @@ class ServeArgs(LakeArgs):
     host: Annotated[str, tyro.conf.arg(help="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535), tyro.conf.arg(help="port to listen on")] = 8082
     allowed_hosts: Annotated[
-        tuple[str, ...],
+        tuple[HostPattern, ...],
         tyro.conf.arg(help="host names that clients may use, in addition to those of this machine"),
     ] = ()
     workers: Annotated[

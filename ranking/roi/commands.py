@@ -1,5 +1,6 @@
 """`gemline roi`: response curves of campaigns, and budgets that follow marginal return."""
 
+import errno
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +10,7 @@ from pydantic import Field
 
 from etl.cli.runner import LakeArgs, holds_leases
 from etl.commands import RawArgs
+from etl.errors import UserError
 from etl.spec.base import StrictModel
 
 if TYPE_CHECKING:
@@ -133,7 +135,10 @@ def _write_plan(
     simulation: "PlanSimulation",
     reasons: list[str],
 ) -> None:
-    """Write the columns that docs/guides/roi.md describes as a CSV file."""
+    """Write the columns that docs/guides/roi.md describes as a CSV file.
+
+    Raises UserError if the path is that of a folder, or cannot be written.
+    """
     import pyarrow as pa
     import pyarrow.csv as pa_csv
 
@@ -152,8 +157,19 @@ def _write_plan(
         "incremental_share": table.incremental_share,
         "reason": reasons,
     })  # fmt: skip
-    with replace_file(out) as partial:
-        pa_csv.write_csv(rows, partial)
+    try:
+        if out.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        with replace_file(out) as partial:
+            pa_csv.write_csv(rows, partial)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(
+            f"--out {out} cannot be written ({reason}): name a CSV file in a folder that you may "
+            "write to"
+        ) from None
 
 
 @holds_leases("roi")

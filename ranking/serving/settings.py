@@ -17,6 +17,8 @@ from etl.spec.units import MICROS
 SETTINGS_VARIABLE = "GEMLINE_SERVE"
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
+# A host name, all names below one (`*.example.com`), all names, or an IPv6 address.
+HostPattern = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])$")]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
 arg = tyro.conf.arg

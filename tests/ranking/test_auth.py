@@ -13,6 +13,7 @@ from gemline import main
 from ranking.serving.app import create_app
 from ranking.serving.auth import TOKENS_VARIABLE, tokens_from_environment, validate_exposure
 from ranking.serving.settings import SETTINGS_VARIABLE, Settings
+from tests.cli import parse_command
 from tests.ranking.served import rank_body
 
 EVENTS = {
@@ -145,6 +146,21 @@ def test_another_address_needs_tokens_and_hosts(host: str, monkeypatch: pytest.M
     with pytest.raises(UserError, match="needs --allowed-hosts"):
         validate_exposure(host, [])
     validate_exposure(host, ["rankers.example.com"])
+
+
+@pytest.mark.parametrize("service", ["rank", "forecast"])
+def test_only_host_names_are_allowed_hosts(
+    service: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [service, "serve", "--spec", "spec.yaml", "--lake", "lake", "--allowed-hosts"]
+    for host in ("a*", "*a", "a.*.com", "https://a.com", "a b"):
+        with pytest.raises(SystemExit) as refusal:
+            main([*flags, host])
+        assert refusal.value.code == 2
+        printed = capsys.readouterr()
+        assert "allowed_hosts" in printed.out + printed.err
+    for host in ("*", "*.a.com", "a-1.com", "[::1]"):
+        assert parse_command([*flags, host])
 
 
 def test_a_service_without_protection_does_not_start(

@@ -70,6 +70,18 @@ def test_risks_that_no_plan_needs_are_refused(
     assert "risk" in printed.out + printed.err and not (tmp_path / "plan.csv").exists()
 
 
+@pytest.mark.parametrize("out", ["", "days.csv/plan.csv", "days.csv/plans/plan.csv"])
+def test_a_plan_is_not_written_to_a_folder_or_below_a_file(
+    tmp_path: Path, out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_campaign_days(tmp_path / "days.csv", market(3, days=4)[0])
+    flags = ["--campaign-days", str(file), "--out", str(tmp_path / out)]
+    assert main(["roi", "plan", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"--out {tmp_path / out} cannot be written (")
+    assert [path.name for path in tmp_path.iterdir()] == ["days.csv"]
+
+
 @pytest.mark.parametrize("share", [0.0, -0.2])
 def test_a_campaign_without_incremental_conversions_gives_its_budget_to_others(
     share: float,
