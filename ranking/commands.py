@@ -8,6 +8,7 @@ import tyro
 from pydantic import Field
 
 from etl.cli.runner import (
+    DataUntilTime,
     DayArgs,
     LakeArgs,
     format_data_until,
@@ -17,7 +18,7 @@ from etl.cli.runner import (
 )
 from etl.errors import UserError
 from etl.event_time import format_utc
-from ranking.feature_store.command import check_consistency
+from ranking.feature_store.command import check_consistency, materialize
 from ranking.portfolio.command import portfolio
 from ranking.serving.settings import LOOPBACK_HOSTS, HostPattern, Limits
 from ranking.student.config import DomainTrainConfig, StudentTrainConfig
@@ -26,12 +27,6 @@ from training.commands import SplitArgs
 Port = Annotated[int, Field(ge=0, lt=65536)]
 SurfaceName = Annotated[str, tyro.conf.arg(help="a surface of the spec with ads")]
 DataUntil = Annotated[str, tyro.conf.arg(help="the latest day whose data has landed")]
-DataUntilTime = Annotated[
-    str,
-    tyro.conf.arg(
-        help="the latest day whose data has landed, or a time until which it has: 2026-01-08T14:00"
-    ),
-]
 
 
 class TrainRankerArgs(SplitArgs, StudentTrainConfig):
@@ -103,18 +98,6 @@ class OffPolicyArgs(ScoreArgs):
     """Estimate the value of the live ranker of a surface from logged requests."""
 
     data_until: DataUntil
-
-
-class MaterializeArgs(LakeArgs):
-    """Build the online feature store from the tables."""
-
-    data_until: DataUntilTime
-    keep_newer: Annotated[
-        bool,
-        tyro.conf.arg(
-            help="build nothing if the live store has later data and all that the rankers read"
-        ),
-    ] = False
 
 
 class ServeArgs(LakeArgs):
@@ -266,18 +249,6 @@ def off_policy(args: OffPolicyArgs) -> None:
     lake.spec.require_ad_surface(args.surface)
     _, data_until = parse_days_argument(args.data_until, "--data-until")
     Console().print(evaluate_policy(lake, args.surface, args.day_range, data_until))
-
-
-def materialize(args: MaterializeArgs) -> None:
-    """Build the online feature store from the lake's tables; running services switch to it."""
-    from ranking.feature_store.materialize import materialize, materialize_lease
-    from ranking.feature_store.newer_store import newer_live_store
-
-    lake = args.open_lake()
-    data_until = parse_data_until(lake.spec, args.data_until)
-    with materialize_lease(args.lake, "gemline rank materialize"):
-        kept = newer_live_store(lake, data_until) if args.keep_newer else None
-        print(f"online features: {kept or materialize(lake, data_until)}")
 
 
 def serve(args: ServeArgs) -> None:

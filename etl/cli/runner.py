@@ -80,6 +80,14 @@ def parse_days_argument(text: str, flag: str = "--days") -> DayRange:
         ) from None
 
 
+DataUntilTime = Annotated[
+    str,
+    tyro.conf.arg(
+        help="the latest day whose data has landed, or a time until which it has: 2026-01-08T14:00"
+    ),
+]
+
+
 def parse_data_until(spec: DataSpec, text: str) -> int:
     """Epoch second at which the data ends: that of a time, or at which a day ends.
 

@@ -1,4 +1,4 @@
-"""The command `gemline rank check-consistency`."""
+"""The commands `gemline rank materialize` and `gemline rank check-consistency`."""
 
 from collections import Counter
 from dataclasses import fields
@@ -10,8 +10,20 @@ from typing import Annotated
 import tyro
 from pydantic import Field
 
-from etl.cli.runner import LakeArgs
+from etl.cli.runner import DataUntilTime, LakeArgs, parse_data_until
 from etl.errors import UserError
+
+
+class MaterializeArgs(LakeArgs):
+    """Build the online feature store from the tables."""
+
+    data_until: DataUntilTime
+    keep_newer: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="build nothing if the live store has later data and all that the rankers read"
+        ),
+    ] = False
 
 
 class ConsistencyArgs(LakeArgs):
@@ -21,6 +33,18 @@ class ConsistencyArgs(LakeArgs):
     max_requests: Annotated[
         int, Field(ge=1), tyro.conf.arg(help="how many requests of the day, the first ones")
     ] = 1000
+
+
+def materialize(args: MaterializeArgs) -> None:
+    """Build the online feature store from the lake's tables; running services switch to it."""
+    from ranking.feature_store.materialize import materialize, materialize_lease
+    from ranking.feature_store.newer_store import newer_live_store
+
+    lake = args.open_lake()
+    data_until = parse_data_until(lake.spec, args.data_until)
+    with materialize_lease(args.lake, "gemline rank materialize"):
+        kept = newer_live_store(lake, data_until) if args.keep_newer else None
+        print(f"online features: {kept or materialize(lake, data_until)}")
 
 
 def check_consistency(args: ConsistencyArgs) -> None:
