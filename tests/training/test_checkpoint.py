@@ -165,7 +165,7 @@ def test_no_new_gem_replaces_one_that_learned_earlier_days(
     assert start is None and rebuilt.trained_until == FIRST
 
 
-def test_no_new_gem_is_started_beside_checkpoints_that_are_not_trusted(
+def test_no_new_gem_is_started_where_checkpoints_are_not_trusted(
     own_gem_lake: Lake,
     spec_path: Path,
     monkeypatch: pytest.MonkeyPatch,
