@@ -90,7 +90,7 @@ def promote_if_better(
     """
     state = live_pointer(lake.root, surface).read()
     latest = latest_trained_pointer(lake.root, surface).live_folder
-    if latest is None or latest.name in live_recipe(lake.root, surface):
+    if latest is None or latest.name in live_and_gated_version(lake.root, surface):
         name = live_version(lake.root, surface).name
         return PromotionDecision(name, False, ("it is live already",))
     if state and latest.name in state.blocked:
@@ -105,7 +105,7 @@ def promote_if_better(
     decision = compare_rankers(latest.name, evaluated.predictions, live_predictions, config)
     decision = judge_segments(decision, segments, lake.spec, config)
     if isinstance(live, NoComparison):
-        promoted = state is None or (decision.promoted and live.is_excused)
+        promoted = state is None or (decision.promoted and live.allows_calibrated)
         decision = replace(decision, promoted=promoted, reasons=(live.reason, *decision.reasons))
     record = PromotionRecord(
         version=decision.version,
@@ -120,7 +120,7 @@ def promote_if_better(
     return decision
 
 
-def live_recipe(lake: str, surface: str) -> tuple[str, ...]:
+def live_and_gated_version(lake: str, surface: str) -> tuple[str, ...]:
     """The live version and, if it is a refit, the version that passed the gate."""
     folder = live_pointer(lake, surface).live_folder
     if folder is None:
@@ -135,10 +135,10 @@ def live_recipe(lake: str, surface: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class NoComparison:
-    """Why there is no live ranker to compare with; `is_excused` if a calibrated ranker may pass."""
+    """Why no live ranker can be compared with; `allows_calibrated` if a calibrated one may pass."""
 
     reason: str
-    is_excused: bool = True
+    allows_calibrated: bool = True
 
 
 def load_live_for_comparison(
@@ -169,7 +169,7 @@ def load_live_for_comparison(
     return NoComparison(
         "all retained versions of the live one have learned labels of the test days or are "
         "damaged, so that none can be compared: wait until the test days are later than one",
-        is_excused=False,
+        allows_calibrated=False,
     )
 
 

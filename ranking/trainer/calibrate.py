@@ -61,10 +61,10 @@ def fit_calibration(
     reader, recent = student.input_builder.reader, first_window(window.start)
     offsets = refresh_from_retractions(offsets, reader, student.num_items, recent)
     calibration = RankerCalibration(fit_per_objective(unlearned.predictions, prior), offsets)
-    return of_segments_alone(refresh(calibration, unlearned, student, window))
+    return without_intercept_and_slope(refresh(calibration, unlearned, student, window))
 
 
-def of_segments_alone(calibration: RankerCalibration) -> RankerCalibration:
+def without_intercept_and_slope(calibration: RankerCalibration) -> RankerCalibration:
     """The calibration without the intercept and the slope of its offsets.
 
     After a fit they have learned the same labels again, from a prior of their own: where positives

@@ -43,7 +43,7 @@ from ranking.scoring.segment_calibration import (
 from ranking.serving.settings import Settings
 from ranking.serving.worker import Worker
 from ranking.student.trained import TrainedStudent
-from ranking.trainer.calibrate import of_segments_alone
+from ranking.trainer.calibrate import without_intercept_and_slope
 from tests.ranking.conftest import batch_of
 from training.data.reader import ExampleReader
 
@@ -159,7 +159,7 @@ def test_a_fit_on_few_labels_is_not_repeated_by_the_offsets_of_the_same_labels()
     calibration = RankerCalibration({"click": fitted}, offsets)
     twice, once = (
         found(logit(p)[:, None], segments, ["click"]).sum()
-        for found in (calibration, of_segments_alone(calibration))
+        for found in (calibration, without_intercept_and_slope(calibration))
     )
     assert 13 < fit.sum() < 15 and once == pytest.approx(fit.sum(), rel=0.01)
     assert twice < 0.9 * fit.sum()
