@@ -219,7 +219,8 @@ READ_ONLY = {
     "etl quarantine", "etl table-info", "etl pin", "etl unpin", "features check",
     "train baseline", "train evaluate", "train verify-batches", "train check-drift",
     "train importance", "features check-drift",
-    "rank off-policy", "rank materialize", "rank serve", "bench serving", "report",
+    "rank check-consistency", "rank off-policy", "rank materialize", "rank serve",
+    "bench serving", "report",
     "explain", "airflow", "manifests",
 }  # fmt: skip
 
