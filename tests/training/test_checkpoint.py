@@ -180,6 +180,23 @@ def test_no_new_gem_is_started_where_checkpoints_are_not_trusted(
     assert not checkpoint.checkpoint_path(own_gem_lake.root, LAST).exists()
 
 
+def test_no_day_is_left_without_predictions_where_checkpoints_are_not_trusted(
+    own_gem_lake: Lake,
+    spec_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Predictions that an earlier, trusted GEM made are not replaced by none."""
+    flags = ["--spec", str(spec_path), "--lake", own_gem_lake.root, "--days", str(LAST)]
+    before = own_gem_lake.rows_by_day("teacher_predictions")
+    assert before
+    key = Ed25519PrivateKey.generate().public_key().public_bytes_raw()
+    monkeypatch.setenv(TRUSTED_KEY_VARIABLE, key.hex())
+    assert main(["teacher-predictions", *flags]) == 2
+    assert "can be read or trusted" in capsys.readouterr().err
+    assert own_gem_lake.rows_by_day("teacher_predictions") == before
+
+
 def test_a_changed_length_of_histories_applies_from_the_next_day_on(
     lake: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,9 +73,10 @@ def write_teacher_outputs(
         The number of rows of `teacher_predictions`.
 
     Raises:
-        UserError: A day has no examples.
+        UserError: A day has no examples, or no checkpoint of GEM can be read or trusted.
     """
     checkpoints = checkpoint.list_checkpoints(lake.root, lake.spec.hash)
+    checkpoint.check_readable(lake.root, checkpoints)
     trained_until = [manifest.trained_until for _, manifest in checkpoints if manifest.complete]
     num_rows = 0
     for day in date_range(*days):

@@ -184,6 +184,16 @@ def check_can_start(
                 f"to continue from: train on days after {manifest.trained_until} or on all days "
                 f"from {manifest.trained_from} on, or {START_OVER}"
             )
+    check_readable(lake, checkpoints, member)
+
+
+def check_readable(
+    lake: str, checkpoints: Sequence[tuple[StoragePath, Manifest]], member: int = 0
+) -> None:
+    """Raises UserError if there are checkpoints, but none of them can be read or trusted.
+
+    `checkpoints` are those that can.
+    """
     unreadable = [] if checkpoints else _unreadable_checkpoints(lake, member)
     if unreadable:
         raise UserError(
