@@ -55,8 +55,7 @@ class PrequentialTrials:
         """Predictions of a GEM with a configuration, by day.
 
         With `first_training: joint` each day has a new GEM, trained on all earlier days together.
-        With `distillation_weight` it also learns what `teacher` predicted of earlier days, by
-        default what it predicted itself.
+        With `distillation_weight` it also learns what `teacher` predicted of earlier days.
         """
         name = config.model_dump_json() + (
             "" if teacher is None else f" teacher {_digest(teacher)}"
@@ -73,19 +72,16 @@ class PrequentialTrials:
     ) -> None:
         """Write the predictions of each day; a joint training starts over for each of them."""
         is_joint = config.first_training == "joint"
-        known = dict(teacher or {})
         for days in [[day] for day in paths] if is_joint else [list(paths)]:
             with scratch_lake(self.lake) as lake:
                 trained_from = self.first
                 for day in days:
                     split = self.split(day)
-                    if config.distillation_weight:
-                        write_teacher_predictions(lake, known, (trained_from, split.train_last))
+                    if teacher is not None:
+                        write_teacher_predictions(lake, teacher, (trained_from, split.train_last))
                     if not (is_joint and paths[day].is_file()):
                         train_days(lake, (trained_from, split.train_last), config)
                         self._keep(predict_test(lake, split), paths[day], split)
-                    if teacher is None:
-                        known[day] = self._read(paths[day], day)
                     trained_from = day
 
     def lightgbm(self, configs: Mapping[str, BaselineConfig]) -> DayPredictions:

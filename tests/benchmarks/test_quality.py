@@ -17,7 +17,11 @@ from benchmarks.harness import BenchmarkResult
 from benchmarks.public import movielens
 from benchmarks.public.sequence_data import read_log
 from benchmarks.studies import quality
-from benchmarks.studies.kuairand_quality import teacher_members, teacher_predictions
+from benchmarks.studies.kuairand_quality import (
+    mean_in_logit,
+    teacher_members,
+    teacher_predictions,
+)
 from benchmarks.studies.prequential import PrequentialTrials, pooled
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
@@ -88,21 +92,34 @@ def test_trials_predict_each_day_before_they_learn_it(lake: Lake, tmp_path: Path
 
 
 @pytest.mark.parametrize("first_training", ["daily", "joint"])
-def test_a_self_distilled_gem_learns_what_it_predicted_of_earlier_days(
+def test_a_distilled_gem_learns_what_a_teacher_predicted_of_earlier_days(
     lake: Lake, tmp_path: Path, first_training: Literal["daily", "joint"]
 ) -> None:
-    """The first model has no predictions to learn from; a teacher's replace its own."""
+    """Not of the days that it predicts: the first model has no predictions to learn from."""
     trials = PrequentialTrials(lake, FIRST, SECOND, THIRD, tmp_path)
     config = TrainConfig(
         scale="tiny", width_multiplier=0.5, max_length=4, batch_rows=256,
         first_training=first_training, distillation_weight=2.0,
     )  # fmt: skip
     alone = trials.gem(config.model_copy(update={"distillation_weight": 0.0}))
-    distilled = trials.gem(config)
+    distilled = trials.gem(config, alone)
     np.testing.assert_array_equal(distilled[SECOND].probabilities, alone[SECOND].probabilities)
     assert (distilled[THIRD].probabilities != alone[THIRD].probabilities).any()
-    taught = trials.gem(config, {SECOND: distilled[SECOND]})
-    np.testing.assert_array_equal(taught[THIRD].probabilities, distilled[THIRD].probabilities)
+    of_earlier_days = trials.gem(config, {SECOND: alone[SECOND]})
+    np.testing.assert_array_equal(
+        of_earlier_days[THIRD].probabilities, distilled[THIRD].probabilities
+    )
+
+
+def test_the_mean_in_logit_is_between_both_models() -> None:
+    gem, trees = ({DAYS[0]: day_predictions(DAYS[0], seed, 0.5)} for seed in (1, 2))
+    of_gem, of_trees = gem[DAYS[0]].probabilities, trees[DAYS[0]].probabilities
+    mean = mean_in_logit(gem, trees)[DAYS[0]].probabilities
+    assert (mean > np.minimum(of_gem, of_trees)).all() and (
+        mean < np.maximum(of_gem, of_trees)
+    ).all()
+    odds = [p / (1 - p) for p in (mean, of_gem, of_trees)]
+    np.testing.assert_allclose(odds[0] ** 2, odds[1] * odds[2], rtol=1e-6)
 
 
 def write_wheel(path: Path, ratings: int = 400) -> None:
