@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from dags.pipeline import GEM_MODEL_DIR, latest_mature_split, pipeline_steps
-from dags.runner import run_pipeline, run_steps
+from dags.runner import carry_over_step_states, pending_steps, run_pipeline, run_steps
 from dags.steps import PipelinePaths
 from etl.cli.runner import DayArgs, LakeArgs, holds_leases, parse_data_until, parse_days_argument
 from etl.errors import UserError, error_from_exit_code
@@ -47,7 +47,6 @@ class UpgradeArgs(RunArgs):
 @holds_leases("run", "gem", *TABLE_STEPS)
 def upgrade(args: UpgradeArgs) -> None:
     """Migrate a lake and its GEM to a changed spec; tables that no changed key affects are kept."""
-    from dags.runner import carry_over_step_states, pending_steps
     from etl.tables.maintenance import plan_upgrade, upgrade_lake
 
     spec, old_spec = args.load_spec(), load_spec(args.old_spec)
@@ -79,8 +78,6 @@ def _finished_steps(args: UpgradeArgs, old_spec: DataSpec, split: DaySplit) -> s
 
     A step is recorded with the path of its spec, which has been edited in place since, or copied.
     """
-    from dags.runner import pending_steps
-
     finished: set[str] = set()
     for path in (args.spec, args.old_spec):
         paths = PipelinePaths(path, args.raw, args.lake)

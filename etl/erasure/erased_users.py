@@ -37,8 +37,9 @@ def salted_hash(lake: Lake, user_id: Column) -> Column:
 def erased_until(lake: Lake, before: date | None, now: int) -> int:
     """The last second that the erasure covers; records that become visible later are kept.
 
-    That before a day begins, or `now`: but events that were logged until now become visible up to
-    the largest `delay` of their sources later, whether or not they have been ingested.
+    With `before`, it is the last one before that day. Otherwise it is `now` plus the largest
+    `delay` of the logs, because events that were logged until now become visible up to so much
+    later, whether or not they have been ingested.
     """
     if before is not None:
         return lake.spec.day_start(before) - 1

@@ -50,9 +50,13 @@ def required_daily_sources(spec: DataSpec) -> list[str]:
 
 def day_file_states(spec: DataSpec, raw: str, day: date) -> FileStates:
     """Size and modification time of a day's files, for the sources that are partitioned by day."""
+    return _daily_file_states(spec.sources, raw, day)
+
+
+def _daily_file_states(sources: Mapping[str, Source], raw: str, day: date) -> FileStates:
     return {
         name: file_states(source, raw, (day, day))
-        for name, source in spec.sources.items()
+        for name, source in sources.items()
         if source.is_partitioned_by_day
     }
 
@@ -64,12 +68,8 @@ def file_states_by_day(
 
     Empty for a file system that only Hadoop can list.
     """
-    daily = {name: source for name, source in sources.items() if source.is_partitioned_by_day}
     try:
-        return {
-            day: {name: file_states(source, raw, (day, day)) for name, source in daily.items()}
-            for day in date_range(*days)
-        }
+        return {day: _daily_file_states(sources, raw, day) for day in date_range(*days)}
     except UserError as error:
         logging.warning("files that arrive late will not be detected: %s", error)
         return {}

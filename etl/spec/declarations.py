@@ -170,6 +170,11 @@ class SpecDeclarations(StrictModel):
                 delays[event] = max(delays.get(event, 0), log.delay)
         return delays
 
+    @cached_property
+    def impression_delay(self) -> int:
+        """Seconds from the ingest of an impression until it is visible."""
+        return self.visibility_delays.get(self.impression_type, 0)
+
     def event_types_of(self, log: EventLogSource | ImpressionLogSource) -> set[str]:
         """The types of the events of a log."""
         if isinstance(log, ImpressionLogSource):

@@ -15,7 +15,7 @@ def label_delay_problems(spec: SpecDeclarations) -> Iterator[tuple[KeyPath, str]
         shortest[name] = min(window, shortest.get(name, window))
     for name, objective in spec.all_objectives.items():
         delay = min(_outcome_delays(spec, objective.event), default=0)
-        final = max(shortest[name] + objective.label_grace_period, _impression_delay(spec))
+        final = max(shortest[name] + objective.label_grace_period, spec.impression_delay)
         if delay and delay >= final:
             section = "objectives" if name in spec.objectives else "auxiliary_objectives"
             yield (
@@ -30,7 +30,7 @@ def label_delay_warnings(spec: SpecDeclarations) -> Iterator[str]:
     """A sentence for each objective whose outcomes do not count at the end of its window."""
     for name, objective in spec.all_objectives.items():
         window, delay = objective.window, max(_outcome_delays(spec, objective.event), default=0)
-        final = max(objective.label_maturity_seconds, _impression_delay(spec))
+        final = max(objective.label_maturity_seconds, spec.impression_delay)
         if delay and window + delay > final:
             missed = min(window, window + delay - final)
             yield (
@@ -38,10 +38,6 @@ def label_delay_warnings(spec: SpecDeclarations) -> Iterator[str]:
                 f"of the window do not count, because they are visible {format_duration(delay)} "
                 f"after their ingest; with a label_grace_period of {format_duration(delay)} they do"
             )
-
-
-def _impression_delay(spec: SpecDeclarations) -> int:
-    return spec.visibility_delays.get(spec.impression_type, 0)
 
 
 def _outcome_delays(spec: SpecDeclarations, event: str) -> Iterator[int]:

@@ -70,11 +70,6 @@ class DataSpec(SpecDeclarations):
         return -(-self.allowed_lateness // DAY)
 
     @cached_property
-    def impression_delay(self) -> int:
-        """Seconds from the ingest of an impression until it is visible."""
-        return self.visibility_delays.get(self.impression_type, 0)
-
-    @cached_property
     def label_maturity_seconds(self) -> int:
         """Seconds from an impression until all its labels are final.
 

@@ -93,7 +93,7 @@ def assert_not_compacted(lake: Lake, day: date) -> None:
 
 
 def require_rebuildable(lake: Lake, days: DayRange) -> None:
-    """Raises UserError if some days of `history` are compacted together with days beside them.
+    """Raises UserError if some days of `history` are compacted together with other days.
 
     Days can be replaced if they are all after the compacted ones, or if the compacted ones are
     replaced completely.

@@ -1,6 +1,5 @@
 """The commands `gemline rank materialize` and `gemline rank check-consistency`."""
 
-from collections import Counter
 from dataclasses import fields
 from datetime import date
 from pathlib import Path
@@ -85,14 +84,13 @@ def check_consistency(args: ConsistencyArgs) -> None:
 
 
 def _most_frequent(mismatches: tuple[str, ...]) -> str:
-    """The arrays that differ most often, each with a request: `numeric in 3 requests (r7), …`."""
-    example: dict[str, str] = {}
+    """The arrays that differ most often: `numeric in 3 requests (first in r7), …`."""
+    requests: dict[str, list[str]] = {}
     for mismatch in mismatches:
-        request, _, array = mismatch.partition(": ")
-        example.setdefault(array, request)
-    counts = Counter(mismatch.partition(": ")[2] for mismatch in mismatches)
-    described = [
-        f"{array} in {count:,} requests (first in {example[array]})"
-        for array, count in counts.most_common(5)
-    ]
-    return ", ".join(described)
+        request, _, array = mismatch.rpartition(": ")
+        requests.setdefault(array, []).append(request)
+    by_frequency = sorted(requests.items(), key=lambda pair: -len(pair[1]))
+    return ", ".join(
+        f"{array} in {len(differing):,} requests (first in {differing[0]})"
+        for array, differing in by_frequency[:5]
+    )

@@ -163,8 +163,7 @@ def load_live_for_comparison(
             continue
         if ranker.manifest.spec.hash != lake.spec.hash:
             return NoComparison("the first of its spec")
-        training = ranker.manifest.training
-        if training is None or training.labels_until <= test_start:
+        if ranker.manifest.labels_until <= test_start:
             return ranker
     return NoComparison(
         "all retained versions of the live one have learned labels of the test days or are "
