@@ -37,8 +37,17 @@ class BodyModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+# Raw columns of a log by name, as the client would log them.
+RawColumns = dict[Text, Text | bool | FiniteFloat | list[FiniteFloat] | TextList | None]
+
+
 class RankRequestBody(BodyModel):
-    """A request to rank distinct candidates; `context` is one for all, or one for each."""
+    """A request to rank distinct candidates; `context` is one for all, or one for each.
+
+    In place of `context`, `record` may have the raw columns of the impression as the log `source`
+    has them: attributes of the context are read and computed from them as ingest does. Without
+    `source`, it is the only log of impressions.
+    """
 
     user: Identifier
     surface: Identifier
@@ -48,6 +57,8 @@ class RankRequestBody(BodyModel):
         AfterValidator(_distinct),
     ]
     context: AttributeValues | list[AttributeValues] = {}
+    record: RawColumns | None = None
+    source: Identifier | None = None
 
 
 class RankedCandidate(BodyModel):

@@ -14,6 +14,7 @@ from typing import TypeVar
 from prometheus_client import Counter
 
 from etl.errors import UserError
+from etl.raw_records import attributes_of_record
 from etl.spec import load_spec
 from etl.spec.model import DataSpec
 from etl.spec.sources import AttributeSource
@@ -21,6 +22,7 @@ from etl.spec.units import MICROS
 from etl.tables.code_registry import assign_codes, read_codes
 from etl.tables.declared_columns import counted_columns
 from ranking.feature_store.attributes import AttributeVersion, validate_valid_from, validate_version
+from ranking.feature_store.encoded_attributes import AttributeValues
 from ranking.feature_store.events import Event, validate_event
 from ranking.feature_store.request import (
     RankRequest,
@@ -157,7 +159,7 @@ class Worker:
             user=body.user,
             surface=body.surface,
             candidates=body.candidates,
-            context=body.context,
+            context=requested_context(self.spec, body),
             as_of=self.settings.now_us() // MICROS["s"],
         )
         return rank_request(ranker, self.feature_store.store, self.spec, request)
@@ -218,6 +220,19 @@ class Worker:
         """Finish the commit in progress and close the feature store."""
         self.committer.close()
         self.feature_store.close()
+
+
+def requested_context(
+    spec: DataSpec, body: RankRequestBody
+) -> AttributeValues | Sequence[AttributeValues]:
+    """The context of a request, or that of its raw record; raises UserError if it has both."""
+    if body.record is None:
+        if body.source is not None:
+            raise UserError("`source` names the log of `record`: give the record, too")
+        return body.context
+    if body.context:
+        raise UserError("give `context` or `record`, not both")
+    return attributes_of_record(spec, body.source, body.record)
 
 
 def posted_valid_from(spec: DataSpec, entity: EntryKind, stated_ms: int | None, now: int) -> int:

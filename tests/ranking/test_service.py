@@ -67,6 +67,16 @@ def test_a_ranking_has_the_probabilities_of_the_ranker(client: TestClient) -> No
         assert probabilities == pytest.approx(ad.probabilities, rel=1e-3)
 
 
+def test_a_record_is_ranked_as_its_context(client: TestClient) -> None:
+    context = {"device": "phone", "position": 3}
+    record = {"device": "phone", "position": "3", "column_of_no_attribute": [1]}
+    answers = [
+        client.post("/rank", json=rank_body(**context_or_record)).json()["ranking"]
+        for context_or_record in ({"context": context}, {"record": record}, {"record": {}})
+    ]
+    assert answers[0] == answers[1] != answers[2]
+
+
 def rank_items(client: TestClient, *items: str) -> dict[str, Any]:
     answer = client.post("/rank", json=rank_body(candidates=list(items)))
     assert answer.status_code == 200, answer.text
@@ -213,6 +223,10 @@ def test_strings_that_cannot_be_encoded_or_are_too_long_are_refused(
         ("rank", rank_body(context={"device": 3}), 400, "it is a string"),
         ("rank", rank_body(context={"position": float("nan")}), 422, "context"),
         ("rank", rank_body(context=[{}, {}]), 400, "or a context for each"),
+        ("rank", rank_body(record={"position": "first"}), 400, "it is a numeric attribute"),
+        ("rank", rank_body(record={}, context={"position": 1}), 400, "`context` or `record`"),
+        ("rank", rank_body(source="events"), 400, "give the record, too"),
+        ("rank", rank_body(record={}, source="logs"), 400, "logs is no source of events"),
         ("events", {"events": []}, 422, "events"),
         ("items", {"item": "i", "attributes": {"colour": "red"}}, 400, "no colour of items"),
         ("items", {"item": "i", "goal": "fame"}, 400, "unknown campaign goal 'fame'"),
