@@ -70,10 +70,8 @@ def test_a_ranking_has_the_probabilities_of_the_ranker(client: TestClient) -> No
 def test_a_record_is_ranked_as_its_context(client: TestClient) -> None:
     context = {"device": "phone", "position": 3}
     record = {"device": "phone", "position": "3", "column_of_no_attribute": [1]}
-    answers = [
-        client.post("/rank", json=rank_body(**context_or_record)).json()["ranking"]
-        for context_or_record in ({"context": context}, {"record": record}, {"record": {}})
-    ]
+    bodies = rank_body(context=context), rank_body(record=record), rank_body(record={})
+    answers = [client.post("/rank", json=body).json()["ranking"] for body in bodies]
     assert answers[0] == answers[1] != answers[2]
 
 
