@@ -30,6 +30,7 @@ from tests.oracle.disorder import SPEC
 DAY = 86_400
 
 WINDOWS, TYPES, LONGEST = (5, 40), (1, 2), 40
+YEAR = 365 * DAY
 HALF_LIVES = (1, 7, 1_000_000)
 COLUMNS: tuple[str, ...] = ("dwell", "value")
 DISTINCT = tuple(DistinctCount("item", type_) for type_ in TYPES)
@@ -62,15 +63,15 @@ def align(events: list[Event], queries: list[tuple[int, int]], window: int) -> K
     return KeyedEvents.align(rows, query_key, query_ts, window)
 
 
-def aggregate(aligned: KeyedEvents) -> Float64:
-    """All aggregations of each query, side by side."""
+def aggregate(aligned: KeyedEvents, windows: tuple[int, ...] = WINDOWS) -> Float64:
+    """All aggregations of each query, side by side; the longest window is the last."""
     return np.concatenate(
         (
-            aligned.counts(WINDOWS, TYPES),
-            aligned.decayed_counts(HALF_LIVES, TYPES, LONGEST),
-            aligned.seconds_since_last(TYPES, LONGEST),
-            aligned.functions_of_numbers(WINDOWS, NUMERIC),
-            aligned.distinct_counts(WINDOWS, DISTINCT),
+            aligned.counts(windows, TYPES),
+            aligned.decayed_counts(HALF_LIVES, TYPES, windows[-1]),
+            aligned.seconds_since_last(TYPES, windows[-1]),
+            aligned.functions_of_numbers(windows, NUMERIC),
+            aligned.distinct_counts(windows, DISTINCT),
         ),
         axis=1,
     )
@@ -84,17 +85,19 @@ def of_number(
     return reference.function_of_values(rows, column, function, type_, now, window)
 
 
-def expected_values(events: list[Event], key: int, now: int) -> list[float]:
+def expected_values(
+    events: list[Event], key: int, now: int, windows: tuple[int, ...] = WINDOWS
+) -> list[float]:
     names = ("key", "visible_ts", "type", "dwell_ms", "value", "item")
     rows: list[Row] = [dict(zip(names, e, strict=True)) for e in events if e[0] == key]
     values: list[float | None] = [
-        *(reference.count_matching_events(rows, {}, c, now, w) for w in WINDOWS for c in TYPES),
-        *(reference.decayed_count(rows, c, now, LONGEST, h) for h in HALF_LIVES for c in TYPES),
-        *(reference.time_since_last(rows, c, now, LONGEST) for c in TYPES),
-        *(of_number(n, rows, f, c, now, w) for w in WINDOWS for f, n, c in NUMERIC),
+        *(reference.count_matching_events(rows, {}, c, now, w) for w in windows for c in TYPES),
+        *(reference.decayed_count(rows, c, now, windows[-1], h) for h in HALF_LIVES for c in TYPES),
+        *(reference.time_since_last(rows, c, now, windows[-1]) for c in TYPES),
+        *(of_number(n, rows, f, c, now, w) for w in windows for f, n, c in NUMERIC),
         *(
             reference.distinct_count([(row, row["item"]) for row in rows], c, now, w)
-            for w in WINDOWS
+            for w in windows
             for _, c in DISTINCT
         ),
     ]
@@ -117,6 +120,20 @@ def test_aggregations_equal_those_of_a_loop(
     query_key, query_ts = np.array(queries, np.int64).T
     totals = count_all_before(key, ts, query_key, query_ts)
     assert totals.tolist() == [sum(k == q and t < now for k, t, *_ in events) for q, now in queries]
+
+
+@settings(max_examples=50)
+@given(events, queries)
+def test_aggregations_of_a_year_equal_those_of_a_loop(
+    events: list[Event], queries: list[tuple[int, int]]
+) -> None:
+    unit = YEAR // LONGEST
+    windows = 1 + 5 * unit, YEAR
+    events = [(key, ts * unit, *others) for key, ts, *others in events]  # type: ignore[misc]
+    queries = [(key, now * unit) for key, now in queries]
+    expected = [expected_values(events, key, now, windows) for key, now in queries]
+    actual = aggregate(align(events, queries, YEAR), windows)
+    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-300)
 
 
 def test_a_count_that_no_integer_of_the_table_can_hold_is_the_largest_one() -> None:
