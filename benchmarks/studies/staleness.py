@@ -145,7 +145,8 @@ def with_older_teacher(trials: "TransferTrials", teacher_lag_days: int) -> "Tran
     if not gem.exists():
         gem.symlink_to(Path(trials.lake.root, "models", "gem").resolve())
     days = trials.split.train_first, trials.split.train_last
-    if not lake.exists("teacher_predictions") or teacher_ages(lake, days) != {1 + teacher_lag_days}:
+    is_scored = lake.exists("user_teacher_embeddings")
+    if not is_scored or teacher_ages(lake, days) != {1 + teacher_lag_days}:
         with process_group():
             write_teacher_outputs(lake, days, teacher_lag_days)
         assert teacher_ages(lake, days) == {1 + teacher_lag_days}, "a GEM of these days is missing"
@@ -153,10 +154,13 @@ def with_older_teacher(trials: "TransferTrials", teacher_lag_days: int) -> "Tran
 
 
 def teacher_ages(lake: "Lake", days: "DayRange") -> set[int]:
-    """Days from GEM's last training day to the days that it predicts; 0 if a day is missing."""
+    """Days from GEM's last training day to the days that it predicts; 0 if a day is missing.
+
+    Those of the embeddings, which are written after the predictions of a day.
+    """
     from etl.tables import arrow, model_schemas
 
-    stored = arrow.snapshot(lake, model_schemas.teacher_predictions(lake.spec))
+    stored = arrow.snapshot(lake, model_schemas.user_teacher_embeddings(lake.spec))
     rows = stored.read(["day", "fm_trained_until"], day=list(date_range(*days)))
     predicted = rows.group_by(["day", "fm_trained_until"]).aggregate([]).to_pylist()
     ages = {(row["day"] - row["fm_trained_until"]).days for row in predicted}

@@ -27,7 +27,7 @@ from benchmarks.studies.trials import symlinked_lake, trial_path
 from benchmarks.system.model_blocks import count_flops
 from dags.pipeline import latest_mature_split
 from etl.spec import load_spec
-from etl.spec.units import DaySplit, date_range, parse_date_range
+from etl.spec.units import DayRange, DaySplit, date_range, parse_date_range
 from etl.tables.lake import Lake
 from ranking.report.data import true_probabilities
 from ranking.scoring.offsets import RankerCalibration
@@ -104,8 +104,8 @@ class TransferTrials:
         with process_group():
             if not checkpoint.has_checkpoint(lake, split.train_last):
                 train_days(lake, (split.train_first, split.train_last), config)
-            if not lake.exists("user_teacher_embeddings"):
-                write_teacher_outputs(lake, (split.train_first, split.test_last))
+            # No GEM is earlier than the first day.
+            complete_teacher_outputs(lake, (split.train_first + timedelta(days=1), split.test_last))
         return cls(lake, paths.raw, split, folder / "trials")
 
     @property
@@ -282,6 +282,15 @@ class TransferTrials:
     def _path(self, name: str, split: DaySplit) -> Path:
         tables = (*INPUT_TABLES, "teacher_predictions", "user_teacher_embeddings")
         return trial_path(self.folder, self.lake, tables, split, name)
+
+
+def complete_teacher_outputs(lake: Lake, days: DayRange) -> None:
+    """Write the teacher's outputs of days, unless all of them have some.
+
+    They are written day by day, embeddings last: an interrupted run leaves out the last days.
+    """
+    if set(date_range(*days)) - lake.rows_by_day("user_teacher_embeddings").keys():
+        write_teacher_outputs(lake, days)
 
 
 def link_lake_with_gem(lake: Lake, folder: Path) -> Lake:

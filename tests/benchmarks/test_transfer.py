@@ -1,14 +1,19 @@
-"""Transfer ratios on students whose share of GEM's gain is known, and without a gain."""
+"""Transfer ratios on students whose share of GEM's gain is known, and the teacher's outputs."""
 
 from dataclasses import replace
+from datetime import timedelta
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.studies import student_trials
 from benchmarks.studies.transfer_ratios import ratio_interval, transfer_ratios
+from etl.tables import arrow, model_schemas
+from etl.tables.lake import Lake
 from ranking.scoring.calibration import sigmoid
+from tests.conftest import FIRST, LAST
 from training.evaluation.predictions import Predictions
 
 N = 4000
@@ -103,3 +108,18 @@ def test_the_interval_of_an_exact_multiple_has_no_width(factor: float, seed: int
     ratio = ratio_interval(factor * gain, gain)
     assert ratio and ratio.low == pytest.approx(factor) and ratio.high == pytest.approx(factor)
     assert ratio_interval(gain, rng.normal(0, 1, 1001)) is None
+
+
+def test_outputs_of_an_interrupted_teacher_are_completed(
+    own_gem_lake: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+    monkeypatch.setattr(student_trials, "write_teacher_outputs", lambda *call: written.append(call))
+    days = FIRST + timedelta(days=1), LAST
+    student_trials.complete_teacher_outputs(own_gem_lake, days)
+    assert not written
+    schema = model_schemas.user_teacher_embeddings(own_gem_lake.spec)
+    none = arrow.snapshot(own_gem_lake, schema).read().slice(0, 0)
+    arrow.replace_rows(own_gem_lake, schema, none, f"day = '{LAST}'", {})
+    student_trials.complete_teacher_outputs(own_gem_lake, days)
+    assert written == [(own_gem_lake, days)]
