@@ -41,8 +41,8 @@ MAX_TREES, EARLY_STOPPING_ROUNDS = 1500, 50
 class PrequentialTrials:
     """Predictions of the days from `predicted_first` to `last`, by models of all earlier days.
 
-    A trial is identified by its configuration, the table versions and the days: it is run again if
-    one of them changes, but not if the code changes.
+    A trial is identified by its configuration, the tables, the keys of the spec that affect what
+    models read, and the days: it is run again if one of them changes, but not if the code changes.
     """
 
     lake: Lake

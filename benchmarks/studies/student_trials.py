@@ -3,7 +3,6 @@
 Also the cost of the models of the study: FLOPs per example, forward and backward.
 """
 
-import hashlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from benchmarks.studies.shuffled_teacher import (
     train_domain,
     train_on_surfaces,
 )
-from benchmarks.studies.trials import symlinked_lake, trial_path
+from benchmarks.studies.trials import digest_of, model_inputs, symlinked_lake, trial_path
 from benchmarks.system.model_blocks import count_flops
 from dags.pipeline import latest_mature_split
 from etl.spec import load_spec
@@ -92,15 +91,17 @@ class TransferTrials:
     def of(cls, work: Path) -> "TransferTrials":
         """The trials of a work folder; logs, tables, GEM and its outputs are built if missing.
 
-        A GEM of another configuration has a folder of its own, with the trials that learn from it.
+        A GEM of another configuration or other inputs has a folder of its own, with the trials that
+        learn from it.
         """
         work, spec = work.resolve(), load_spec(SIMULATOR_SPEC)
         paths = simulated_tables(work, BENCH_SIMULATOR, BENCH_DAYS)
         split = latest_mature_split(spec, *parse_date_range(BENCH_DAYS))
         config = TrainConfig(max_length=2048)
-        digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
-        folder = work / "transfer" / digest
-        lake = symlinked_lake(Lake(paths.lake, spec), folder / "lake")
+        tables = Lake(paths.lake, spec)
+        identity = digest_of([config.model_dump_json(), model_inputs(tables, INPUT_TABLES)])
+        folder = work / "transfer" / identity
+        lake = symlinked_lake(tables, folder / "lake")
         with process_group():
             if not checkpoint.has_checkpoint(lake, split.train_last):
                 train_days(lake, (split.train_first, split.train_last), config)

@@ -66,8 +66,8 @@ class Trial:
 class TrialRunner:
     """Trainings on the days of a split; `folder` keeps the results of finished ones.
 
-    A trial is identified by its configuration, the table versions and the split: it is run again
-    if one of them changes, but not if the code changes.
+    A trial is identified by its configuration, the tables, the keys of the spec that affect what
+    models read, and the split: it is run again if one of them changes, but not if the code changes.
     """
 
     lake: Lake
@@ -124,10 +124,35 @@ class TrialRunner:
 
 
 def trial_path(folder: Path, lake: Lake, tables: Iterable[str], split: DaySplit, name: str) -> Path:
-    """The file of predictions identified by a name, the versions of some tables and a split."""
-    versions = {table: lake.version(table) for table in tables}
-    identity = json.dumps([name, versions, split.model_dump(mode="json")])
-    return folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.parquet"
+    """The file of predictions identified by a name, some tables, what models read, and a split."""
+    inputs = model_inputs(lake, tables)
+    return folder / f"{digest_of([name, inputs, split.model_dump(mode='json')])}.parquet"
+
+
+# Keys of the spec that affect what models read of tables, but not the tables.
+MODEL_INPUT_KEYS: dict[str, Any] = {
+    "domains": True,
+    "position_bias": True,
+    "sequences": True,
+    "history": {"max_events", "max_age"},
+    "similarity_attributes": True,
+    "calibration_segments": True,
+}
+
+
+def model_inputs(lake: Lake, tables: Iterable[str]) -> list[object]:
+    """What models read: id and version of each table, and the keys of the spec that choose of them.
+
+    Versions alone do not tell a table from one that was built again, whose id is another one.
+    """
+    opened = {name: lake.open(name) for name in tables}
+    versions = {name: [str(t.metadata().id), t.version()] for name, t in opened.items()}
+    return [versions, lake.spec.model_dump(mode="json", include=MODEL_INPUT_KEYS)]
+
+
+def digest_of(identity: object) -> str:
+    """The name of what has this identity, which JSON can hold."""
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Studies: intervals over users, trials that run once, and saved results."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from benchmarks.studies import history_length, prequential
 from benchmarks.studies.calibration import Served, largest, worst_surface
 from benchmarks.studies.position_truth import share_of_logged_outcomes
 from benchmarks.studies.refit_predictions import maturity_times
-from benchmarks.studies.trials import TrialRunner
+from benchmarks.studies.trials import TrialRunner, trial_path
 from dags.steps import PipelinePaths
+from etl.spec.effects import KEY_EFFECTS, MODEL_INPUTS
 from etl.spec.units import DaySplit
-from etl.tables.lake import Lake
+from etl.tables import arrow, model_schemas
+from etl.tables.lake import Lake, arrow_schema
 from ranking.report import figures
 from ranking.report.data import true_probabilities
 from ranking.report.study import StudyResult, load_studies
@@ -102,6 +105,39 @@ def test_a_trial_runs_once_and_leaves_the_lake_unchanged(trials: TrialRunner) ->
     assert first.record.core_seconds > 0 and first.record.examples > len(first.predictions.surface)
     assert TrainConfig.model_validate(first.record.config) == TINY
     assert sorted(p.name for p in Path(trials.lake.root).iterdir()) == before
+
+
+def test_a_trial_is_another_one_after_a_change_of_what_models_read(lake: Lake) -> None:
+    """Of each key of the spec that affects their inputs, though it affects no table."""
+    spec = lake.spec
+    assert spec.position_bias is not None
+    changes: dict[str, object] = {
+        "domains": {"all": spec.ad_surfaces},
+        "position_bias": None,
+        "sequences": {},
+        "history": spec.history.model_copy(update={"max_events": 7}),
+        "similarity_attributes": (),
+        "calibration_segments": (),
+    }
+    assert {path.partition(".")[0] for path, of in KEY_EFFECTS.items() if of is MODEL_INPUTS} == {
+        *changes
+    }
+    changed = [spec, *(spec.model_copy(update={key: value}) for key, value in changes.items())]
+    assert len({one.hash for one in changed}) == 1
+    paths = [trial_path(Path(), Lake(lake.root, one), ["examples"], SPLIT, "x") for one in changed]
+    assert len(set(paths)) == len(changed)
+
+
+def test_a_trial_is_another_one_after_a_table_was_built_again(lake: Lake, tmp_path: Path) -> None:
+    own, schema = Lake(str(tmp_path / "lake"), lake.spec), model_schemas.scores(lake.spec)
+
+    def path_of_new_table() -> Path:
+        shutil.rmtree(own.root, ignore_errors=True)
+        arrow.replace_rows(own, schema, arrow_schema(schema).empty_table(), f"day = '{LAST}'", {})
+        return trial_path(tmp_path, own, [schema.name], SPLIT, "x")
+
+    assert path_of_new_table() != path_of_new_table()
+    assert own.version(schema.name) == 1
 
 
 def test_models_per_surface_predict_the_same_rows_as_one_of_all_surfaces(
