@@ -9,26 +9,26 @@ KuaiRand are compared on the days on which defaults are chosen, for each objecti
 processes may share a study: each runs with `--share k/n`, then one of them without.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import tyro
 from pydantic import Field
 
-from benchmarks.harness import KUAIRAND_SPEC, RESULTS, BenchmarkResult
+from benchmarks.harness import RESULTS, BenchmarkResult
 from benchmarks.studies.committed import StudyFolder, share_of, show_committed
 from benchmarks.studies.model_changes import CHANGES, DATA_SETS, DataSet
 from benchmarks.studies.quality import KUAIRAND_DATA, KuaiRandFolder
 from dags.commands import Scale
 from etl.errors import UserError
-from etl.spec import load_spec
 from etl.spec.base import StrictModel
 from training.config import TrainConfig
 from training.model.config import SizeName
 
 if TYPE_CHECKING:
     from benchmarks.studies.seeded_estimates import Estimate
+    from ranking.report.study import StudyResult
     from training.evaluation.predictions import Predictions
 
 OBJECTIVE = "click"
@@ -41,7 +41,6 @@ LIGHTGBM = "LightGBM"
 CONTROLS = (SEPARATE, LIGHTGBM)
 GOALS = {"default_is_best": "true"}
 RESULT = RESULTS / "ablation.json"
-VALIDATION_RESULT = RESULTS / "ablation_validation.json"
 MAX_DEGREES_OF_FREEDOM = 1e9  # infinity is no number of JSON
 Differences = dict[DataSet, dict[str, "Estimate"]]
 
@@ -79,6 +78,9 @@ class AblationTrials(Protocol):
     def gem_per_surface(self, config: TrainConfig) -> "Predictions | None":
         """Predictions of a GEM for each surface; None where surfaces have too few rows."""
 
+    def trained_at(self) -> set[str]:
+        """Dates and commits of the trainings whose predictions were read, where recorded."""
+
 
 def bench_ablation(args: AblationArgs) -> None:
     """Difference of NE by each part of GEM, on simulated logs and KuaiRand (long; resumable)."""
@@ -89,55 +91,54 @@ def bench_ablation(args: AblationArgs) -> None:
     if unknown:
         raise UserError(f"--only names {', '.join(unknown)}; there are {', '.join(all_rows())}")
     names = [name for name in all_rows() if not args.only or name in args.only]
-    from benchmarks.studies.ablation_trials import ablation_trials
+    if args.validation and "kuairand" not in args.data:
+        raise UserError("--validation compares trainings on KuaiRand: leave out --data simulated")
+    from benchmarks.studies import ablation_validation as validation
+    from benchmarks.studies.ablation_trials import (
+        TEST_DAYS_OF_KUAIRAND,
+        VALIDATION_DAYS,
+        ablation_trials,
+    )
 
-    logs = args.kuairand or KUAIRAND_DATA
     if args.validation:
-        compare_on_validation_days(args, args.work, logs, names)
-        return
-    differences = committed_differences(RESULT, title_of(args.scale, args.seeds))
-    trials = {data: ablation_trials(data, args.work, logs) for data in args.data}
+        data_sets: tuple[DataSet, ...] = ("kuairand",)
+        days = VALIDATION_DAYS
+        committed = committed_study(validation.RESULT, validation.validation_title(args))
+    else:
+        data_sets, days = args.data, TEST_DAYS_OF_KUAIRAND
+        committed = committed_study(RESULT, title_of(args.scale, args.seeds))
+    logs = args.kuairand or KUAIRAND_DATA
+    trials = {data: ablation_trials(data, args.work, logs, days) for data in data_sets}
     models = [(data, name, seed) for seed in range(args.seeds)
-              for name in (DEFAULT, *names) for data in args.data]  # fmt: skip
+              for name in (DEFAULT, *names) for data in data_sets]  # fmt: skip
     for data, name, seed in share_of(models, args.share):
         predictions_of(trials[data], data, name, args.scale, seed)
     if args.share != "1/1":
         return
-    for data in args.data:
-        measured = ne_differences(trials[data], data, args.scale, args.seeds, names, [OBJECTIVE])
+    if args.validation:
+        validation.compare_on_validation_days(args, trials["kuairand"], names, committed)
+    else:
+        compare_on_test_days(args, trials, names, committed)
+
+
+def compare_on_test_days(
+    args: AblationArgs,
+    trials: "Mapping[DataSet, AblationTrials]",
+    names: Sequence[str],
+    committed: "StudyResult | None",
+) -> None:
+    """Print the differences of click NE, and save them with the committed rows."""
+    differences = committed_differences(committed)
+    trained_at = trained_at_of(committed)
+    for data, of_data in trials.items():
+        measured = ne_differences(of_data, data, args.scale, args.seeds, names, [OBJECTIVE])
         differences[data] = differences[data] | measured[OBJECTIVE]
+        trained_at |= of_data.trained_at()
     result = ablation_table(differences, args.scale, args.seeds)
+    result.figures["trained_at"] = sorted(trained_at)
     result.show(args.as_json)
     command = f"gemline bench ablation --work FOLDER --seeds {args.seeds}"
-    save_study(RESULT, result, differences, command)
-
-
-def compare_on_validation_days(
-    args: AblationArgs, work: Path, logs: Path, names: Sequence[str]
-) -> None:
-    """Print and save the differences of NE of all objectives on KuaiRand's validation days."""
-    from benchmarks.studies.ablation_trials import VALIDATION_DAYS, ablation_trials
-
-    trials = ablation_trials("kuairand", work, logs, VALIDATION_DAYS)
-    objectives = tuple(load_spec(KUAIRAND_SPEC).objectives)
-    by_objective = ne_differences(trials, "kuairand", args.scale, args.seeds, names, objectives)
-    first, last = VALIDATION_DAYS
-    title = (
-        f"NE less that of GEM {args.scale} of {DEEP} ({DEEP}: less that of the default), KuaiRand, "
-        f"{first} to {last}, seeds: {args.seeds}, 1e-4 [95 %]"
-    )
-    result = BenchmarkResult(title, ("change", *objectives))
-    for name in names:
-        if name in by_objective[OBJECTIVE]:
-            result.rows.append((name, *(str(by_objective[o][name]) for o in objectives)))
-    result.show(args.as_json)
-    intervals = {
-        f"{name}, {objective}": estimate
-        for objective, by_name in by_objective.items()
-        for name, estimate in by_name.items()
-    }
-    command = f"gemline bench ablation --work FOLDER --validation --seeds {args.seeds}"
-    result.save_study(VALIDATION_RESULT, command, intervals)
+    save_study(RESULT, result, differences, command, trained_at)
 
 
 def title_of(scale: Scale, seeds: int) -> str:
@@ -148,20 +149,35 @@ def title_of(scale: Scale, seeds: int) -> str:
     )
 
 
-def committed_differences(path: Path, title: str) -> Differences:
-    """The rows of the committed study, to which a run adds; none if there is no study.
+def committed_study(path: Path, title: str) -> "StudyResult | None":
+    """The committed study, to which a run adds rows; None if there is none.
 
     Raises UserError if it is of another scale or number of seeds.
     """
-    from benchmarks.studies.seeded_estimates import Estimate
     from ranking.report.study import StudyResult
 
-    differences: Differences = {data: {} for data in DATA_SETS}
     if not path.is_file():
-        return differences
+        return None
     study = StudyResult.model_validate_json(path.read_text())
     if study.title != title:
         raise UserError(f"{path} is another study, {study.title!r}: remove it to begin this one")
+    return study
+
+
+def trained_at_of(study: "StudyResult | None") -> set[str]:
+    """The dates and commits of the trainings of a committed study."""
+    return (
+        set(study.figures.get("trained_at", [f"{study.date} {study.commit}"])) if study else set()
+    )
+
+
+def committed_differences(study: "StudyResult | None") -> Differences:
+    """The rows of a committed study."""
+    from benchmarks.studies.seeded_estimates import Estimate
+
+    differences: Differences = {data: {} for data in DATA_SETS}
+    if study is None:
+        return differences
     for key, estimate in study.estimates.items():
         name, _, data = key.rpartition(", ")
         if name in all_rows() and data in DATA_SETS:
@@ -169,8 +185,14 @@ def committed_differences(path: Path, title: str) -> Differences:
     return differences
 
 
-def save_study(path: Path, result: BenchmarkResult, differences: Differences, command: str) -> None:
-    """Save the table, and the estimates behind it."""
+def save_study(
+    path: Path,
+    result: BenchmarkResult,
+    differences: Differences,
+    command: str,
+    trained_at: Iterable[str],
+) -> None:
+    """Save the table, the estimates behind it, and the commits of the trainings."""
     by_row = {
         f"{name}, {data}": estimate
         for data, by_name in differences.items()
@@ -180,7 +202,7 @@ def save_study(path: Path, result: BenchmarkResult, differences: Differences, co
         key: (e.value, e.standard_error, min(e.degrees_of_freedom, MAX_DEGREES_OF_FREEDOM))
         for key, e in by_row.items()
     }
-    result.save_study(path, command, by_row, estimates)
+    result.save_study(path, command, by_row, estimates, trained_at)
 
 
 def all_rows() -> tuple[str, ...]:

@@ -47,6 +47,10 @@ class SimulatedTrials:
         """Predictions of a GEM for each surface."""
         return self.runner.gem_per_surface(config)
 
+    def trained_at(self) -> set[str]:
+        """Dates and commits of the GEMs whose predictions were read."""
+        return self.runner.trained_at
+
 
 @dataclass(frozen=True)
 class KuaiRandTrials:
@@ -66,6 +70,10 @@ class KuaiRandTrials:
 
     def gem_per_surface(self, config: TrainConfig) -> None:
         """None: most of the 15 tabs have too few rows."""
+
+    def trained_at(self) -> set[str]:
+        """Dates and commits of the models whose predictions were read."""
+        return self.trials.trained_at
 
 
 def ablation_trials(

@@ -123,7 +123,7 @@ def measure_kuairand(trials: PrequentialTrials, seeds: int) -> BenchmarkResult:
             add_row(result, key, name, objective, predictions, gain)
     result.figures |= {
         "lightgbm_configurations": len(grid()),
-        "measured_at": sorted(trials.measured_at()),
+        "measured_at": sorted(trials.trained_at),
     }
     return result
 

@@ -8,7 +8,7 @@ continues to train on it.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date, timedelta
 from itertools import product
 from pathlib import Path
@@ -41,6 +41,8 @@ MAX_TREES, EARLY_STOPPING_ROUNDS = 1500, 50
 class PrequentialTrials:
     """Predictions of the days from `predicted_first` to `last`, by models of all earlier days.
 
+    `trained_at` are the dates and commits of the trainings whose predictions were read.
+
     A trial is identified by its configuration, the tables, the keys of the spec that affect what
     models read, and the days: it is run again if one of them changes, but not if the code changes.
     """
@@ -50,6 +52,7 @@ class PrequentialTrials:
     predicted_first: date
     last: date
     folder: Path
+    trained_at: set[str] = field(default_factory=set, compare=False)
 
     def gem(self, config: TrainConfig, teacher: DayPredictions | None = None) -> DayPredictions:
         """Predictions of a GEM with a configuration, by day.
@@ -107,10 +110,6 @@ class PrequentialTrials:
         chosen = json.loads(path.read_text())
         return {name: BaselineConfig.model_validate(chosen[name]) for name in chosen}
 
-    def measured_at(self) -> set[str]:
-        """Date and commit of all kept trials."""
-        return {json.loads(path.read_text()) for path in self.folder.glob("*.measured")}
-
     def split(self, day: date) -> DaySplit:
         """Train on all days before a day, and test on it."""
         return DaySplit(
@@ -126,10 +125,11 @@ class PrequentialTrials:
         return trial_path(self.folder, self.lake, INPUT_TABLES, self.split(day), name)
 
     def _keep(self, predictions: Predictions, path: Path, split: DaySplit) -> None:
-        predictions.write(path, split)
         atomic_io.write_text(path.with_suffix(".measured"), json.dumps(f"{today()} {commit()}"))
+        predictions.write(path, split)
 
     def _read(self, path: Path, day: date) -> Predictions:
+        self.trained_at.add(json.loads(path.with_suffix(".measured").read_text()))
         return Predictions.read(path, self.split(day)).sorted_by_impression()
 
 

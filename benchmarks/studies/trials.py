@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,8 @@ class Trial:
 class TrialRunner:
     """Trainings on the days of a split; `folder` keeps the results of finished ones.
 
+    `trained_at` are the dates and commits of the GEMs whose predictions were read.
+
     A trial is identified by its configuration, the tables, the keys of the spec that affect what
     models read, and the split: it is run again if one of them changes, but not if the code changes.
     """
@@ -73,6 +75,7 @@ class TrialRunner:
     lake: Lake
     split: DaySplit
     folder: Path
+    trained_at: set[str] = field(default_factory=set, compare=False)
 
     def gem(self, config: TrainConfig) -> Trial:
         """GEM with a configuration."""
@@ -83,6 +86,7 @@ class TrialRunner:
             trial.predictions.write(path, self.split)
             atomic_io.write_text(metadata_path, trial.record.model_dump_json(indent=1) + "\n")
         record = TrialRecord.model_validate_json(metadata_path.read_text())
+        self.trained_at.add(f"{record.date} {record.commit}")
         return Trial(Predictions.read(path, self.split), record)
 
     def gem_per_surface(self, config: TrainConfig) -> Predictions:

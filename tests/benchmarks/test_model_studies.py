@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.harness import KUAIRAND_SPEC, SIMULATOR_SPEC, BenchmarkResult
+from benchmarks.harness import SIMULATOR_SPEC, BenchmarkResult
 from benchmarks.studies import (
     ablation,
     agreement,
@@ -23,8 +23,7 @@ from benchmarks.studies import (
     transfer,
 )
 from benchmarks.studies.committed import share_of, show_committed
-from benchmarks.studies.model_changes import CHANGES, DATA_SETS, DataSet
-from benchmarks.studies.seeded_estimates import Estimate, holm, ne_difference_over_seeds
+from benchmarks.studies.seeded_estimates import holm, ne_difference_over_seeds
 from benchmarks.studies.trials import Trial, TrialRecord
 from etl.errors import UserError
 from etl.spec import load_spec
@@ -34,9 +33,6 @@ from tests.benchmarks.test_studies import user_predictions
 from training.config import TrainConfig
 from training.evaluation.predictions import Predictions, paired_ne_difference
 from training.model.gem import Gem
-from training.trainer.step import Loss, negative_sampling
-
-SPECS: dict[DataSet, Path] = {"simulated": SIMULATOR_SPEC, "kuairand": KUAIRAND_SPEC}
 
 
 def with_noise(p: Predictions, seed: int, scale: float) -> Predictions:
@@ -93,24 +89,6 @@ class FakeTrials:
                                     commit="abc", config={}))  # fmt: skip
 
 
-@dataclass
-class FakeData:
-    """Trials of the ablation; a model for each surface is not possible."""
-
-    trials: FakeTrials
-
-    def gem(self, config: TrainConfig) -> Predictions:
-        """Predictions of a configuration."""
-        return self.trials.gem(config).predictions.sorted_by_impression()
-
-    def lightgbm(self) -> Predictions:
-        """Predictions that are worse than all of GEM."""
-        return user_predictions(0, 0.9).sorted_by_impression()
-
-    def gem_per_surface(self, config: TrainConfig) -> None:
-        """None."""
-
-
 def slower_is_worse(config: TrainConfig) -> float:
     """Larger models are better, and a dense rate of 1e-3 of the smallest size is best."""
     width = config.gem_config.mlp_width
@@ -161,108 +139,6 @@ def test_all_sizes_grow_together_and_are_valid_models(name: str) -> None:
         parameters.append(sum(p.numel() for p in gem.parameters()))
         assert config.passes == 1
     assert parameters == sorted(set(parameters))
-
-
-def ablation_of(
-    blur: Callable[[DataSet, TrainConfig], float], names: list[str]
-) -> dict[str, object]:
-    """Figures of an ablation whose models have some blur on each data set."""
-    differences = {}
-    for data in DATA_SETS:
-        trials = FakeData(FakeTrials(lambda config, data=data: blur(data, config)))  # type: ignore[misc]
-        measured = ablation.ne_differences(trials, data, "tiny", 3, names, ["click"])
-        differences[data] = measured["click"]
-    return ablation.ablation_table(differences, "tiny", 3).figures
-
-
-def test_the_default_is_best_until_a_row_is_better_outside_noise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    names = [ablation.DEEP, "DCNv2", "flow: int", "value head", ablation.LIGHTGBM]
-    figures = ablation_of(lambda data, config: 0.3, names)
-    assert figures["default_is_best"] is None
-    assert "not measured" in str(figures["default_is_best_reason"])
-    monkeypatch.setattr(ablation, "all_rows", lambda: tuple(names))
-    figures = ablation_of(lambda data, config: 0.3, names)
-    assert figures["default_is_best"] is True
-    assert figures["comparisons"] == 9  # no value head on KuaiRand
-
-    def better_dcn(data: DataSet, config: TrainConfig) -> float:
-        is_better = data == "simulated" and config.model.interaction == "dcnv2"
-        return 0.0 if is_better else 0.8
-
-    figures = ablation_of(better_dcn, names)
-    assert figures["default_is_best"] is False
-    assert figures["better_simulated"] == ["DCNv2"] and figures["better_on_all_data"] == []
-    deeper = ablation_of(lambda _, config: 0.1 if config.sizes else 0.6, names)
-    assert deeper["better_on_all_data"] == names[:3]
-
-
-def test_rows_that_beat_only_a_poor_reference_are_not_better_than_the_default(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    names = [ablation.DEEP, "DCNv2", "flow: int"]
-    monkeypatch.setattr(ablation, "all_rows", lambda: tuple(names))
-
-    def poor_reference(data: DataSet, config: TrainConfig) -> float:
-        return (
-            0.8 if config == ablation.config_of(data, ablation.DEEP, "tiny", config.seed) else 0.3
-        )
-
-    figures = ablation_of(poor_reference, names)
-    assert figures["default_is_best"] is True
-    assert figures["better_simulated"] == figures["better_on_all_data"] == []
-
-
-def test_rows_are_added_to_those_of_the_same_study(tmp_path: Path) -> None:
-    path, title = tmp_path / "study.json", ablation.title_of("small", 1)
-    assert ablation.committed_differences(path, title) == {data: {} for data in DATA_SETS}
-    measured: ablation.Differences = {
-        "simulated": {"DCNv2": Estimate(-0.01, 0.002, 99.0)},
-        "kuairand": {"flow: int, 32 events": Estimate(0.02, 0.003, 7.5)},
-    }
-    no_change = Estimate.combine(0.0, (0.0, 3))
-    measured["kuairand"] |= {
-        "DIN": Estimate(no_change.value, no_change.standard_error, ablation.MAX_DEGREES_OF_FREEDOM),
-    }
-    result = ablation.ablation_table(measured, "small", 1)
-    ablation.save_study(path, result, measured, "command")
-    assert ablation.committed_differences(path, title) == measured
-    with pytest.raises(UserError, match="is another study"):
-        ablation.committed_differences(path, ablation.title_of("small", 5))
-    missing = result.figures["rows_not_measured"]
-    assert "DIN, simulated" in missing and "DCNv2, kuairand" in missing  # type: ignore[operator]
-    assert "DCNv2, simulated" not in missing  # type: ignore[operator]
-    assert "value head, kuairand" not in missing  # type: ignore[operator]
-
-
-def test_many_rows_within_noise_are_corrected_for_their_number() -> None:
-    borderline = {f"row {i}": Estimate(-0.01, 0.0045, 100.0) for i in range(40)}
-    assert all(estimate.p_value < 0.05 for estimate in borderline.values())
-    verdicts = ablation.verdicts_of({"simulated": borderline}, 40)
-    assert set(verdicts["simulated"].values()) == {"within noise"}
-    alone = ablation.verdicts_of({"simulated": {"row": borderline["row 0"]}}, 1)
-    assert alone["simulated"]["row"] == "better"
-    one_of_many = ablation.verdicts_of({"simulated": {"row": borderline["row 0"]}}, 40)
-    assert one_of_many["simulated"]["row"] == "within noise", "39 rows are not measured yet"
-
-
-def own_rows() -> list[tuple[str, DataSet]]:
-    """Rows of the simulated logs, and those of KuaiRand that are not the same."""
-    simulated: list[tuple[str, DataSet]] = [(name, "simulated") for name in CHANGES]
-    kuairand = [n for n, by_data in CHANGES.items() if len({*map(str, by_data.values())}) > 1]
-    return [(ablation.DEEP, "simulated"), *simulated, *((name, "kuairand") for name in kuairand)]
-
-
-@pytest.mark.parametrize(("name", "data"), own_rows())
-def test_every_change_of_a_study_is_a_valid_model(name: str, data: DataSet) -> None:
-    config = ablation.config_of(data, name, "tiny", 0)
-    assert config is not None
-    features = feature_schema(load_spec(SPECS[data]))
-    Gem(features, config.gem_config)
-    Loss.from_config(config, features)
-    negative_sampling(config, features.objectives)
-    assert config.gem_config.layers == config.gem_config.event_layers == ablation.DEPTH
 
 
 def test_kendalls_tau_is_one_for_the_same_order_of_changes_and_minus_one_for_the_reverse() -> None:

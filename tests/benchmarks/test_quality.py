@@ -88,7 +88,10 @@ def test_trials_predict_each_day_before_they_learn_it(lake: Lake, tmp_path: Path
     for day, predictions in trees.items():
         assert (predictions.impression_ids == by_day[day].impression_ids).all()
         assert (predictions.labels == by_day[day].labels).all()
-    assert trials.measured_at()
+    (tmp_path / "other.measured").write_text('"2026-01-01 of another study"')
+    reader = PrequentialTrials(lake, FIRST, SECOND, LAST, tmp_path)
+    reader.gem(config)
+    assert reader.trained_at and "2026-01-01 of another study" not in reader.trained_at
 
 
 @pytest.mark.parametrize("first_training", ["daily", "joint"])

@@ -1,0 +1,75 @@
+"""The ablation on the days of KuaiRand on which defaults are chosen, for all objectives."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from benchmarks.harness import KUAIRAND_SPEC, RESULTS, BenchmarkResult, commits_of
+from benchmarks.studies.ablation import (
+    DEEP,
+    AblationArgs,
+    AblationTrials,
+    all_rows,
+    ne_differences,
+    trained_at_of,
+)
+from benchmarks.studies.ablation_trials import VALIDATION_DAYS
+from etl.spec import load_spec
+from ranking.report.study import StudyResult
+
+if TYPE_CHECKING:
+    from benchmarks.studies.seeded_estimates import Estimate
+
+RESULT = RESULTS / "ablation_validation.json"
+OBJECTIVES = tuple(load_spec(KUAIRAND_SPEC).objectives)
+
+
+def validation_title(args: AblationArgs) -> str:
+    """The title of a study."""
+    first, last = VALIDATION_DAYS
+    return (
+        f"NE less that of GEM {args.scale} of {DEEP} ({DEEP}: less that of the default), KuaiRand, "
+        f"{first} to {last}, seeds: {args.seeds}, 1e-4 [95 %]"
+    )
+
+
+def compare_on_validation_days(
+    args: AblationArgs,
+    trials: AblationTrials,
+    names: Sequence[str],
+    committed: StudyResult | None,
+) -> None:
+    """Print the differences of NE of all objectives, and save them with the committed rows."""
+    measured = ne_differences(trials, "kuairand", args.scale, args.seeds, names, OBJECTIVES)
+    study = add_rows(
+        validation_title(args), measured, committed, trained_at_of(committed) | trials.trained_at()
+    )
+    result = BenchmarkResult(study.title, study.columns, list(study.rows), dict(study.figures))
+    result.show(args.as_json)
+    command = f"gemline bench ablation --work FOLDER --validation --seeds {args.seeds}"
+    study.model_copy(update={"command": command}).save(RESULT)
+
+
+def add_rows(
+    title: str,
+    measured: Mapping[str, Mapping[str, "Estimate"]],
+    committed: StudyResult | None,
+    trained_at: set[str],
+) -> StudyResult:
+    """The study of the committed rows and those that were measured, by objective and name."""
+    rows = {row[0]: row for row in committed.rows} if committed else {}
+    intervals = dict(committed.intervals) if committed else {}
+    for name in dict.fromkeys(name for by_name in measured.values() for name in by_name):
+        rows[name] = (name, *(str(by_name[name]) for by_name in measured.values()))
+        for objective, by_name in measured.items():
+            found = by_name[name]
+            interval = (1e4 * found.value, 1e4 * found.low, 1e4 * found.high)
+            intervals[f"{name}, {objective}"] = interval
+    return StudyResult(
+        title=title,
+        command="",
+        columns=("change", *measured),
+        rows=tuple(rows[name] for name in all_rows() if name in rows),
+        commit=commits_of(trained_at),
+        figures={"trained_at": sorted(trained_at)},
+        intervals=intervals,
+    )
