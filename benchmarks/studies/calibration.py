@@ -193,14 +193,15 @@ def compare_calibrators(
 
 
 def worst_surface(by_seed: "Sequence[Served]", objective: str) -> tuple[float, float]:
-    """The largest |predictions / outcomes - 1| over surfaces, mean of seeds, and in noise floors.
+    """The largest |predictions / outcomes - 1| over surfaces, and the largest in noise floors.
 
-    The floor is the standard deviation of the ratio under calibrated predictions. Surfaces with
-    fewer than MIN_POSITIVES are left out; NaN if all are.
+    They may be of two surfaces; predictions are means over seeds. The floor is the standard
+    deviation of the ratio under calibrated predictions. Surfaces with fewer than MIN_POSITIVES are
+    left out; NaN if all are.
     """
     import numpy as np
 
-    errors: list[tuple[float, float]] = []
+    ratios, in_floors = [], []
     first = by_seed[0].predictions
     column = first.objectives.index(objective)
     for code in np.unique(first.surface):
@@ -211,8 +212,9 @@ def worst_surface(by_seed: "Sequence[Served]", objective: str) -> tuple[float, f
         p = np.mean([one.predictions.probabilities[rows, column] for one in by_seed], 0)
         error = abs(float(p.sum()) / positives - 1)
         floor = float(np.sqrt((p * (1 - p)).sum())) / positives
-        errors.append((error, error / floor))
-    return max(errors, default=(math.nan, math.nan))
+        ratios.append(error)
+        in_floors.append(error / floor)
+    return largest(ratios), largest(in_floors)
 
 
 def largest(values: Iterable[float]) -> float:

@@ -203,6 +203,22 @@ def test_calibration_is_not_judged_without_segments_or_enough_labels() -> None:
     assert 0 < worst_surface([enough], "click")[0] < 0.1
 
 
+def test_the_worst_surface_in_noise_floors_may_have_a_small_ratio() -> None:
+    """Many labels have a low floor: surface 2 is worse outside noise, surface 1 by its ratio."""
+    n, few = 200_000, 3000
+    surface = np.where(np.arange(n) < few, 1, 2)
+    p = np.where(surface == 1, 0.54, 0.52)
+    labels = np.arange(n) % 2
+    rows = Predictions(
+        ("click",), np.arange(n).astype(str).astype(object), np.arange(n), surface, p[:, None],
+        labels[:, None].astype(np.float32), np.ones((n, 1), bool),
+    )  # fmt: skip
+    ratio, in_floors = worst_surface([Served(rows, [])], "click")
+    assert ratio == pytest.approx(0.08)
+    of_large = rows.filter(surface == 2)
+    assert in_floors == worst_surface([Served(of_large, [])], "click")[1] > 10
+
+
 def test_labels_of_late_impressions_are_final_when_the_tables_say_so(lake: Lake) -> None:
     """Some impressions are logged after their window and grace period."""
     stored = rows(lake, "impressions")[::-1]
