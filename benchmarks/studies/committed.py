@@ -36,6 +36,23 @@ def committed_figures(path: Path, command: str) -> dict[str, object]:
     return study.figures | {"measured": f"{study.date} {study.commit}: {study.command}"}
 
 
+def with_unmeasured(figures: Mapping[str, object], path: Path) -> dict[str, object]:
+    """Figures, and those of a committed study that are absent or null in them, with their source.
+
+    A part that a machine cannot measure, or that a run leaves out, keeps what another run measured.
+    """
+    merged = dict(figures)
+    study = StudyResult.model_validate_json(path.read_text()) if path.is_file() else None
+    for key, value in (study.figures if study else {}).items():
+        is_note = key.endswith(("_measured", "_reason"))
+        if study is None or is_note or value is None or merged.get(key) is not None:
+            continue
+        source = f"{study.date} {study.commit}: {study.command}"
+        merged |= {key: value, f"{key}_measured": study.figures.get(f"{key}_measured", source)}
+        merged.pop(f"{key}_reason", None)
+    return merged
+
+
 def add_figures(
     result: BenchmarkResult, goals: Mapping[str, str], figures: Callable[[], dict[str, object]]
 ) -> None:

@@ -21,7 +21,7 @@ from benchmarks.harness import (
     BenchmarkResult,
     require_known,
 )
-from benchmarks.studies.committed import StudyFolder, show_committed
+from benchmarks.studies.committed import StudyFolder, show_committed, with_unmeasured
 from etl.spec.base import StrictModel
 from etl.spec.units import DaySplit
 
@@ -87,13 +87,22 @@ def bench_precision(args: PrecisionArgs) -> None:
         measure_mods(result, args.work, args.seeds)
     if "speed" in args.only:
         measure_speed(result)
-    for key, goal in GOALS.items():
-        if key in result.figures:
-            note = str(result.figures.get(f"{key}_reason", ""))
-            result.rows.append((key, str(result.figures[key]), note, goal))
+    measured = list(result.rows)
+    result.rows += goal_rows(result.figures)
     result.show(args.as_json)
     if "training" in args.only:
+        result.figures = with_unmeasured(result.figures, RESULT)
+        result.rows = measured + goal_rows(result.figures)
         result.save_study(RESULT, f"gemline bench precision --work FOLDER --seeds {args.seeds}")
+
+
+def goal_rows(figures: Mapping[str, object]) -> list[tuple[str, ...]]:
+    """A row for each figure that has a goal."""
+    return [
+        (key, str(figures[key]), str(figures.get(f"{key}_reason", "")), goal)
+        for key, goal in GOALS.items()
+        if key in figures
+    ]
 
 
 def measure_training(result: BenchmarkResult, work: Path, seeds: int) -> None:

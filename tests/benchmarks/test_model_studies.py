@@ -22,7 +22,7 @@ from benchmarks.studies import (
     scaling,
     transfer,
 )
-from benchmarks.studies.committed import share_of, show_committed
+from benchmarks.studies.committed import share_of, show_committed, with_unmeasured
 from benchmarks.studies.seeded_estimates import holm, ne_difference_over_seeds
 from benchmarks.studies.trials import Trial, TrialRecord
 from etl.errors import UserError
@@ -214,3 +214,15 @@ def test_unknown_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "ablation", "--work", "w", "--only", "magic"]) == 2
     assert main(["bench", "agreement", "--work", "w", "--only", "magic"]) == 2
     assert "magic" in capsys.readouterr().err
+
+
+def test_figures_that_a_run_cannot_measure_keep_their_value_and_source(tmp_path: Path) -> None:
+    """Of a GPU, for example; a figure that is measured again has the new value and source."""
+    path, measured = tmp_path / "study.json", {"loss": 0.5, "speedup": None, "speedup_reason": "no"}
+    assert with_unmeasured(measured, path) == measured
+    committed = BenchmarkResult("x", ("figure",))
+    committed.figures |= {"loss": 0.1, "speedup": 0.77, "sites": 3, "sites_measured": "of a card"}
+    committed.save_study(path, "gemline bench x")
+    merged = with_unmeasured(measured, path)
+    assert str(merged.pop("speedup_measured")).endswith(": gemline bench x")
+    assert merged == {"loss": 0.5, "speedup": 0.77, "sites": 3, "sites_measured": "of a card"}
