@@ -27,6 +27,7 @@ from benchmarks.public.fit import (
 from benchmarks.public.quantile_encoding import ROWS, SEGMENTS, QuantileEmbedding
 from benchmarks.public.tabular_data import FieldEncoding, TabularRows, read_csv
 from benchmarks.public.target_statistics import TargetStatistics
+from etl.errors import UserError
 from training.model.config import GemConfig
 from training.model.interaction import build_interaction
 from training.model.numeric import quantile_edges
@@ -162,6 +163,9 @@ def read_dataset(folder: Path, label: str, numeric: Collection[str]) -> TabularD
     tables = {name: read_csv(folder, f"{name}.csv") for name in ("train", "valid", "test")}
     encoding = FieldEncoding.from_train(tables["train"], label, numeric)
     rows = {name: encoding(table, f"{name}.csv") for name, table in tables.items()}
+    for name, encoded in rows.items():
+        if len(np.unique(encoded.labels)) < 2:
+            raise UserError(f"{name}.csv: the label {label} must be 0 in some rows and 1 in others")
     return TabularDataset(encoding, **rows)
 
 

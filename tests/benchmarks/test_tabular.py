@@ -132,6 +132,11 @@ def test_peers_are_reported_and_one_that_is_not_installed_is_null(
         (lambda f: (f / "test.csv").write_text("f0,f1,f2,n,click\n1,1,1,1,2\n"), (), "0 or 1"),
         (lambda f: (f / "test.csv").write_text("f0,f1,f2,n,click\n"), (), "no rows"),
         (
+            lambda f: (f / "valid.csv").write_text("f0,f1,f2,n,click\n1,1,1,1,1\n1,1,1,1,1\n"),
+            (),
+            "valid.csv: the label click must be 0 in some rows and 1 in others",
+        ),
+        (
             lambda f: (f / "test.csv").write_text("f0,f1,f2,n,click\n1,1,1,x,1\n"),
             ("--numeric", "n"),
             "column n has a non-numeric value",
