@@ -26,7 +26,8 @@ class TabularArgs(StrictModel):
     numeric: Annotated[str, tyro.conf.arg(help="columns that are numbers: A,B")] = ""
     seeds: int = Field(default=1, ge=1)
     peers: Annotated[
-        bool, tyro.conf.arg(help="compare LightGBM, DCNv2 and FuxiCTR, with the same search")
+        bool,
+        tyro.conf.arg(help="also LightGBM, and DCNv2 and FuxiCTR with the same members and search"),
     ] = False
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
@@ -46,22 +47,22 @@ def measure(
     Whether the model reads statistics of values, and its penalty, are selected on the validation
     rows.
     """
-    from benchmarks.public.fit import MEMBERS
     from benchmarks.public.tabular_models import (
         FUXICTR_MISSING,
         STREAMS,
+        TabularDataset,
         read_dataset,
         score_peer,
         select_inputs,
+        title_of,
     )
 
     dataset = read_dataset(folder, label, numeric)
-    inputs, has_statistics = select_inputs(dataset)
-    penalty, ours = inputs.train_and_score(inputs.build_member, MEMBERS, seeds)
+    inputs, has_statistics = select_inputs(dataset, TabularDataset.build_member)
+    penalty, ours = inputs.train_and_score(TabularDataset.build_member, seeds)
     result = BenchmarkResult(f"{folder.name}, {len(dataset.test):,} test rows", COLUMNS)
     streams = " + ".join(s.interaction for s in STREAMS)
-    name = f"{MEMBERS} x ({streams}), penalty {penalty:g}"
-    add_row(result, "", f"{name}, statistics of values" if has_statistics else name, ours)
+    add_row(result, "", title_of(f"({streams})", penalty, has_statistics), ours)
     result.figures |= {"auc_seeds": [round(s.auc, 6) for s in ours]}
     result.figures |= {"reads_statistics": has_statistics}
     for peer in peers:

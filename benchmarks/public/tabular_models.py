@@ -6,7 +6,7 @@ row.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import lightgbm
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.public.fit import (
+    MEMBERS,
     BinaryClassifier,
     BinaryMetrics,
     Ensemble,
@@ -135,27 +136,31 @@ class TabularDataset:
         """A member of this project's model, of two streams of interactions."""
         return self.build_model(*STREAMS)
 
-    def validation_score(self) -> float:
+    def validation_score(self, build_member: "MemberBuilder") -> float:
         """The score of one member on the validation rows, with the default penalty."""
-        task = TrainingTask(self.build_member, self.train, self.valid)
+        task = TrainingTask(partial(build_member, self), self.train, self.valid)
         return task.fit(FitConfig(), 0)[1].selection_score
 
     def train_and_score(
-        self, make_member: Callable[[], BinaryClassifier], members: int, seeds: int
+        self, build_member: "MemberBuilder", seeds: int
     ) -> tuple[float, list[BinaryMetrics]]:
-        """The penalty selected on the validation rows, and metrics on the test rows by seed.
+        """The penalty selected on the validation rows, and metrics of MEMBERS on the test rows.
 
-        The penalty is selected with one member: a search with all of them takes as many times as
-        long.
+        Metrics are by seed. The penalty is selected with one member: a search with all of them
+        takes as many times as long.
         """
+        make_member = partial(build_member, self)
         config = select_embedding_l2(TrainingTask(make_member, self.train, self.valid))
-        task = TrainingTask(lambda: Ensemble(make_member, members), self.train, self.valid)
+        task = TrainingTask(lambda: Ensemble(make_member, MEMBERS), self.train, self.valid)
         models = (task.fit(config, 1 + seed)[0] for seed in range(seeds))
         return config.embedding_l2, [binary_metrics(*predict(model, self.test)) for model in models]
 
     def build_model(self, *streams: GemConfig) -> BinaryClassifier:
         """A model with some streams of interactions."""
         return TabularModel(self.encoding.vocabulary_sizes, self.edges, streams)
+
+
+MemberBuilder = Callable[[TabularDataset], BinaryClassifier]
 
 
 def read_dataset(folder: Path, label: str, numeric: Collection[str]) -> TabularDataset:
@@ -169,7 +174,9 @@ def read_dataset(folder: Path, label: str, numeric: Collection[str]) -> TabularD
     return TabularDataset(encoding, **rows)
 
 
-def select_inputs(dataset: TabularDataset) -> tuple[TabularDataset, bool]:
+def select_inputs(
+    dataset: TabularDataset, build_member: MemberBuilder
+) -> tuple[TabularDataset, bool]:
     """The dataset with or without statistics, by validation score, and whether it has them.
 
     Statistics help where values come back, and mislead where the validation rows differ from the
@@ -178,12 +185,14 @@ def select_inputs(dataset: TabularDataset) -> tuple[TabularDataset, bool]:
     if not dataset.train.ids.shape[1]:
         return dataset, False
     extended = dataset.with_statistics()
-    if extended.validation_score() > dataset.validation_score():
+    if extended.validation_score(build_member) > dataset.validation_score(build_member):
         return extended, True
     return dataset, False
 
 
-DCNV2_CONFIG = DEFAULT_CONFIG.model_copy(update={"interaction": "dcnv2", "layers": 3})
+DCNV2_CONFIG = DEFAULT_CONFIG.model_copy(
+    update={"interaction": "dcnv2", "parallel_interaction": None, "layers": 3}
+)
 FUXICTR_MISSING = "FuxiCTR is not installed: pip install fuxictr"
 LIGHTGBM_PARAMS = {"objective": "binary", "learning_rate": 0.05, "num_leaves": 63, "verbose": -1}
 
@@ -191,20 +200,38 @@ LIGHTGBM_PARAMS = {"objective": "binary", "learning_rate": 0.05, "num_leaves": 6
 def score_peer(
     dataset: TabularDataset, peer: str, seeds: int
 ) -> tuple[str, Sequence[BinaryMetrics]]:
-    """Name and test metrics of a baseline, by seed; no metrics if its package is missing."""
+    """Name and test metrics of a baseline, by seed; no metrics if its package is missing.
+
+    Neural ones have as many members as this project's model, and are searched as it is.
+    """
     if peer == "lightgbm":
         return "LightGBM, fields as categories", [lightgbm_score(dataset)]
-    name, make_model = "DCNv2 of this project", lambda: dataset.build_model(DCNV2_CONFIG)
-    if peer == "fuxictr":
-        try:
-            import fuxictr.pytorch.layers  # noqa: F401
-        except ImportError:
-            return "FuxiCTR's DCNv2", []
-        name = "FuxiCTR's DCNv2"
-        sizes = dataset.encoding.vocabulary_sizes
-        make_model = lambda: FuxiCtrDCNv2(sizes)  # noqa: E731
-    penalty, metrics = dataset.train_and_score(make_model, 1, seeds)
-    return f"{name}, penalty {penalty:g}", metrics
+    if peer == "dcnv2":
+        inputs, has_statistics = select_inputs(dataset, build_dcnv2)
+        penalty, metrics = inputs.train_and_score(build_dcnv2, seeds)
+        return title_of("DCNv2 of this project", penalty, has_statistics), metrics
+    try:
+        import fuxictr.pytorch.layers  # noqa: F401
+    except ImportError:
+        return "FuxiCTR's DCNv2", []
+    penalty, metrics = dataset.train_and_score(build_fuxictr, seeds)  # statistics are numbers
+    return title_of("FuxiCTR's DCNv2", penalty, has_statistics=False), metrics
+
+
+def title_of(name: str, penalty: float, has_statistics: bool) -> str:
+    """A neural model with its members, and what was selected on the validation rows."""
+    title = f"{MEMBERS} x {name}, penalty {penalty:g}"
+    return f"{title}, statistics of values" if has_statistics else title
+
+
+def build_dcnv2(dataset: TabularDataset) -> BinaryClassifier:
+    """A member of this project's DCNv2."""
+    return dataset.build_model(DCNV2_CONFIG)
+
+
+def build_fuxictr(dataset: TabularDataset) -> BinaryClassifier:
+    """A member of FuxiCTR's DCNv2."""
+    return FuxiCtrDCNv2(dataset.encoding.vocabulary_sizes)
 
 
 def lightgbm_score(dataset: TabularDataset) -> BinaryMetrics:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.public.fit import BinaryClassifier, FitConfig, TrainingTask, binary_metrics, predict
+from benchmarks.public import tabular_models
+from benchmarks.public.fit import (
+    MEMBERS,
+    BinaryClassifier,
+    Ensemble,
+    FitConfig,
+    TrainingTask,
+    binary_metrics,
+    predict,
+)
 from benchmarks.public.tabular_data import UNKNOWN, FieldEncoding, TabularRows
 from benchmarks.public.tabular_models import TabularModel
 from gemline import main
+from training.model.interaction import DCNv2
 
 values = st.one_of(st.none(), st.sampled_from(["a", "b", "c", "é", "0"]))
 
@@ -120,6 +131,25 @@ def test_peers_are_reported_and_one_that_is_not_installed_is_null(
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert all(0 < figures[f"{key}auc"] <= 1 for key in ("", "lightgbm_", "dcnv2_"))
     assert figures["fuxictr_auc"] is None and "pip install" in figures["fuxictr_auc_reason"]
+
+
+def test_neural_peers_have_the_same_members_and_may_read_statistics(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = []
+
+    def fit(task: TrainingTask, config: FitConfig, seed: int) -> tuple[BinaryClassifier, object]:
+        trained.append(model := task.make_model())
+        width = task.train.numeric.shape[1]  # type: ignore[attr-defined]
+        return model, SimpleNamespace(selection_score=width)  # statistics are better
+
+    monkeypatch.setattr(TrainingTask, "fit", fit)
+    dataset = tabular_models.read_dataset(folder, "click", ["n"])
+    name, _ = tabular_models.score_peer(dataset, "dcnv2", 1)
+    assert name.startswith(f"{MEMBERS} x DCNv2") and name.endswith("statistics of values")
+    assert isinstance(trained[-1], Ensemble) and len(trained[-1].members) == MEMBERS
+    stream = trained[0].streams[0]  # type: ignore[index]
+    assert isinstance(stream.interaction, DCNv2), "no other interaction beside it"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
