@@ -189,9 +189,13 @@ class TransferTrials:
         """Calibrated predictions of a student per surface, read from their file if it exists."""
         split = split or self.split
         config = StudentTrialConfig.model_validate({**change, "seed": seed})
-        path = self._path(config.model_dump_json(), split)
+        domain_config = _domain_config(config)
+        name = config.model_dump_json()
+        if domain_config:
+            name += f" domains {domain_config.model_dump_json()}"
+        path = self._path(name, split)
         if not path.is_file():
-            with self._lake_with_domain_models(config, split) as lake:
+            with self._lake_with_domain_models(domain_config, split) as lake:
                 students = list(_surface_predictions(lake, split, config))
                 concat_predictions(students).write(path, split)
         return Predictions.read(path, split).sorted_by_impression()
@@ -231,20 +235,16 @@ class TransferTrials:
 
     @contextmanager
     def _lake_with_domain_models(
-        self, config: StudentTrainConfig, split: DaySplit
+        self, config: DomainTrainConfig | None, split: DaySplit
     ) -> Iterator[Lake]:
-        """The lake; for students that need models of domains, a temporary one that has them."""
-        if {config.distillation.warm_start_from, config.distillation.teacher} == {"gem"}:
+        """The lake; with a configuration of domains' models, a temporary one that has them."""
+        if config is None:
             yield self.lake
             return
-        from_gem = config.distillation.model_copy(
-            update={"warm_start_from": "gem", "teacher": "gem", "shared_modules": None}
-        )
-        domain_config = DomainTrainConfig(distillation=from_gem, seed=config.seed)
         with tempfile.TemporaryDirectory() as folder:
             lake = link_lake_with_gem(self.lake, Path(folder))
             for name in lake.spec.domains:
-                train_domain(lake, name, split, domain_config)
+                train_domain(lake, name, split, config)
             yield lake
 
     def _predict_gem(self) -> Predictions:
@@ -303,6 +303,16 @@ def link_lake_with_gem(lake: Lake, folder: Path) -> Lake:
         if not (folder / name).exists():
             (folder / name).symlink_to(path.resolve())
     return Lake(str(folder), lake.spec)
+
+
+def _domain_config(config: StudentTrainConfig) -> DomainTrainConfig | None:
+    """How the domains' models that a student needs are trained; None if it needs none."""
+    if {config.distillation.warm_start_from, config.distillation.teacher} == {"gem"}:
+        return None
+    from_gem = config.distillation.model_copy(
+        update={"warm_start_from": "gem", "teacher": "gem", "shared_modules": None}
+    )
+    return DomainTrainConfig(distillation=from_gem, seed=config.seed)
 
 
 def _surface_predictions(

@@ -1,7 +1,10 @@
 """Transfer ratios on students whose share of GEM's gain is known, and the teacher's outputs."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +16,8 @@ from benchmarks.studies.transfer_ratios import ratio_interval, transfer_ratios
 from etl.tables import arrow, model_schemas
 from etl.tables.lake import Lake
 from ranking.scoring.calibration import sigmoid
+from ranking.student.config import DomainTrainConfig
+from tests.benchmarks.test_studies import SPLIT
 from tests.conftest import FIRST, LAST
 from training.evaluation.predictions import Predictions
 
@@ -123,3 +128,27 @@ def test_outputs_of_an_interrupted_teacher_are_completed(
     arrow.replace_rows(own_gem_lake, schema, none, f"day = '{LAST}'", {})
     student_trials.complete_teacher_outputs(own_gem_lake, days)
     assert written == [(own_gem_lake, days)]
+
+
+def test_students_of_a_domain_are_other_trials_if_its_model_is_trained_differently(
+    own_gem_lake: Lake,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    models: dict[str, Predictions],
+) -> None:
+    trained = []
+
+    def predict(*arguments: object) -> Iterator[Predictions]:
+        trained.append(arguments)
+        return iter([models["all"]])
+
+    monkeypatch.setattr(student_trials, "_surface_predictions", predict)
+    monkeypatch.setattr(student_trials, "train_domain", lambda *_: None)
+    trials = student_trials.TransferTrials(own_gem_lake, "", SPLIT, tmp_path)
+    of_domain = student_trials.everything(1.0, teacher="domain")
+    for epochs in (1, 1, 2):
+        config = partial(DomainTrainConfig, epochs=epochs)
+        monkeypatch.setattr(student_trials, "DomainTrainConfig", config)
+        trials.student_predictions(of_domain, 0)
+        trials.student_predictions(student_trials.LABELS_ONLY_CHANGE, 0)
+    assert len(trained) == 3
