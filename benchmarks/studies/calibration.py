@@ -183,9 +183,8 @@ def compare_calibrators(
         if name == PRODUCT:
             product_sigma = sigma
             worst_ratio, worst_floors = (largest(values) for values in zip(*worst, strict=True))
-            if logs == "kuairand":
-                key = "calibration_worst_kuairand_prequential"
-                result.record(key, worst_ratio, NO_SURFACE)
+            suffix = "_prequential" if logs == "kuairand" else ""
+            result.record(f"calibration_worst_{logs}{suffix}", worst_ratio, NO_SURFACE)
             result.record(f"worst_segment_sigma_{logs}", sigma, NO_SEGMENT)
             result.record(f"calibration_worst_floors_{logs}", worst_floors, NO_SURFACE)
             result.figures[f"segments_{logs}"] = len(by_seed[0].segments)

@@ -1,14 +1,11 @@
-"""Trainings of students of one size with several distillation options, each run once and kept.
-
-Also the cost of the models of the study: FLOPs per example, forward and backward.
-"""
+"""Trainings of students of one size with several distillation options, each run once and kept."""
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -17,14 +14,15 @@ import numpy as np
 
 from benchmarks.harness import BENCH_SIMULATOR, SIMULATOR_SPEC
 from benchmarks.pipelines import BENCH_DAYS, simulated_tables
+from benchmarks.studies.position_truth import share_of_logged_outcomes
 from benchmarks.studies.shuffled_teacher import (
     StudentTrialConfig,
     train_domain,
     train_on_surfaces,
 )
 from benchmarks.studies.trials import digest_of, model_inputs, symlinked_lake, trial_path
-from benchmarks.system.model_blocks import count_flops
 from dags.pipeline import latest_mature_split
+from etl.array_types import Float64
 from etl.spec import load_spec
 from etl.spec.units import DayRange, DaySplit, date_range, parse_date_range
 from etl.tables.lake import Lake
@@ -32,7 +30,6 @@ from ranking.report.data import true_probabilities
 from ranking.scoring.offsets import RankerCalibration
 from ranking.scoring.predictions import SegmentedPredictions
 from ranking.student.config import DomainTrainConfig, StudentTrainConfig
-from ranking.student.trained import new_student
 from ranking.trainer.calibrate import fit_calibration, fit_per_objective
 from ranking.trainer.train import predict_test_days
 from training.config import TrainConfig
@@ -42,11 +39,10 @@ from training.data.reader import INPUT_TABLES, ExampleReader
 from training.distributed.process_group import process_group
 from training.evaluation.metrics import ne_by_objective
 from training.evaluation.predictions import Predictions, concat_predictions, predict
-from training.teacher.embeddings import TeacherEmbeddings, load_teacher_embeddings
+from training.teacher.embeddings import load_teacher_embeddings
 from training.teacher.outputs import write_teacher_outputs
 from training.teacher.predictions import TeacherPredictions
 from training.trainer import checkpoint
-from training.trainer.throughput import measure_cost
 from training.trainer.trainer import load_train_state, train_days
 
 TrainingChange = Mapping[str, Any]  # fields of StudentTrainConfig
@@ -133,6 +129,11 @@ class TransferTrials:
         """The best ratio of the auxiliary head's gradient to that of the labels, in "all"."""
         return self._select_best({ratio: everything(ratio) for ratio in CANDIDATE_RATIOS})
 
+    @cached_property
+    def logged_share(self) -> Float64:
+        """The share (O) of outcomes that are logged in time to count as labels."""
+        return share_of_logged_outcomes(self.lake, Path(self.raw_logs))
+
     def selected_options(self) -> dict[str, float]:
         """The selected hyperparameters."""
         return {
@@ -211,7 +212,8 @@ class TransferTrials:
     def worst_calibration(self, predictions: Sequence[Predictions]) -> float:
         """The largest |predictions / true probabilities - 1| of a surface and objective.
 
-        Each is a mean over the given predictions (seeds). NaN if the logs have no probabilities.
+        The truth counts the share of outcomes that are logged in time to count as labels. Each is a
+        mean over the given predictions (seeds). NaN if the logs have no probabilities.
         """
         errors = []
         for p in predictions:
@@ -220,7 +222,8 @@ class TransferTrials:
                 return float("nan")
             for code in np.unique(p.surface):
                 rows = p.surface == code
-                ratios = p.probabilities[rows].sum(0) / truth.probabilities[rows].sum(0)
+                expected = truth.probabilities[rows].sum(0) * self.logged_share
+                ratios = p.probabilities[rows].sum(0) / expected
                 errors.append(np.abs(ratios - 1))
         by_seed = np.stack(errors).reshape(len(predictions), -1)
         return float(by_seed.mean(0).max())
@@ -324,24 +327,3 @@ def _surface_predictions(
         trainer = train_on_surfaces(lake, (surface,), split, config, embeddings)
         calibration = fit_calibration(lake, split, trainer, {})
         yield predict_test_days(lake, split, trainer.averaged).calibrated(calibration).predictions
-
-
-def mflop_per_example(trials: TransferTrials) -> dict[str, float]:
-    """MFLOP per example of GEM, of a domain's model and of a student."""
-    lake, split = trials.lake, trials.split
-    configs = {"domain": DomainTrainConfig().model, "student": StudentTrainConfig().model}
-    max_length = configs["student"].max_length
-    reader = ExampleReader.latest(lake, None, max_length, lake.spec.ad_surfaces)
-    days = list(date_range(split.test_first, split.test_last))
-    batch = next(
-        reader.batches(days, LabelWindow.for_test(split, lake.spec), BATCH_ROWS, Shuffle(None))
-    )
-    mflop = {}
-    with process_group():
-        gem, _ = load_train_state(lake, split.train_last)
-        mflop["gem"] = measure_cost(gem, batch).flops_per_example / 1e6
-    for name, config in configs.items():
-        model = new_student(reader, config, len(reader.items), TeacherEmbeddings.empty())
-        forward_flops = count_flops(partial(model.logits, batch))
-        mflop[name] = 3 * forward_flops / len(batch) / 1e6  # with the backward pass
-    return mflop

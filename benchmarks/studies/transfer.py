@@ -89,7 +89,7 @@ def bench(args: TransferArgs) -> None:
 
 def result_table(ratios: "TransferRatios", trials: "TransferTrials") -> BenchmarkResult:
     """NE by objective and each variant's share of GEM's gain, and the figures."""
-    from benchmarks.studies.student_trials import mflop_per_example
+    from benchmarks.studies.student_costs import mflop_per_example
 
     columns = ("student", *trials.objectives, "transfer ratio [95 %]", "to plain")
     result = BenchmarkResult("NE on the test day, all surfaces, and shares of GEM's gain", columns)

@@ -15,10 +15,12 @@ from benchmarks.studies import student_trials
 from benchmarks.studies.transfer_ratios import ratio_interval, transfer_ratios
 from etl.tables import arrow, model_schemas
 from etl.tables.lake import Lake
+from ranking.report.data import true_probabilities
 from ranking.scoring.calibration import sigmoid
 from ranking.student.config import DomainTrainConfig
 from tests.benchmarks.test_studies import SPLIT
 from tests.conftest import FIRST, LAST
+from tests.pipeline import rows
 from training.evaluation.predictions import Predictions
 
 N = 4000
@@ -152,3 +154,25 @@ def test_students_of_a_domain_are_other_trials_if_its_model_is_trained_different
         trials.student_predictions(of_domain, 0)
         trials.student_predictions(student_trials.LABELS_ONLY_CHANGE, 0)
     assert len(trained) == 3
+
+
+def test_calibration_is_judged_by_outcomes_that_are_logged_in_time(
+    lake: Lake, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """True probabilities count outcomes that no label can know."""
+    share = np.array([0.9, 0.7, 1.05])
+    monkeypatch.setattr(student_trials, "share_of_logged_outcomes", lambda *_: share)
+    ids = [row["impression_id"] for row in rows(lake, "impressions")]
+    names = tuple(lake.spec.objectives)
+    shape = len(ids), len(names)
+    none = Predictions(
+        names, np.array(ids, dtype=object), np.zeros(len(ids), np.int64),
+        np.ones(len(ids), np.int64), np.zeros(shape), np.zeros(shape, np.float32),
+        np.ones(shape, bool),
+    )  # fmt: skip
+    truth = true_probabilities(none, str(raw))
+    assert truth is not None
+    trials = student_trials.TransferTrials(lake, str(raw), SPLIT, tmp_path)
+    labels_of_all = replace(truth, probabilities=truth.probabilities * share)
+    assert trials.worst_calibration([labels_of_all]) == pytest.approx(0)
+    assert trials.worst_calibration([truth]) == pytest.approx(np.abs(1 / share - 1).max())
