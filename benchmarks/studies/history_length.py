@@ -31,6 +31,7 @@ from etl.cli.runner import read_yaml_mapping
 from etl.spec import load_spec
 from etl.spec.base import StrictModel
 from etl.spec.units import DaySplit, date_range, parse_date_range
+from etl.tables import atomic_io
 
 if TYPE_CHECKING:
     from etl.tables.lake import Lake
@@ -101,8 +102,7 @@ def ne_of_run(work: Path, paths: PipelinePaths, split: DaySplit, name: str) -> d
         for objective, value in ne_by_objective(p).items()
         if name != "observable" or objective == "click"
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(ne))
+    atomic_io.write_text(path, json.dumps(ne))
     return ne
 
 

@@ -195,6 +195,26 @@ def test_a_run_is_read_only_if_its_configuration_is_the_same(
     assert len(runs) == 2
 
 
+def test_a_run_that_is_stopped_while_its_result_is_written_runs_again(
+    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text = Path.write_text
+
+    def write_half(path: Path, text: str) -> None:
+        write_text(path, text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(history_length, "load_spec", lambda _: lake.spec)
+    monkeypatch.setattr(history_length, "gem_config", lambda _: TINY)
+    monkeypatch.setattr(history_length, "predictions_of_run", lambda *_: user_predictions(0, 0.1))
+    paths = PipelinePaths(tmp_path / "spec.yaml", "raw", lake.root)
+    with pytest.MonkeyPatch.context() as stopped:
+        stopped.setattr(Path, "write_text", write_half)
+        with pytest.raises(KeyboardInterrupt):
+            history_length.ne_of_run(tmp_path, paths, SPLIT, "gem-8-0")
+    assert set(history_length.ne_of_run(tmp_path, paths, SPLIT, "gem-8-0")) == {"click"}
+
+
 def test_calibration_is_not_judged_without_segments_or_enough_labels() -> None:
     served = Served(user_predictions(0, 0.1, n=100), [])
     assert np.isnan(served.worst_sigma) and np.isnan(worst_surface([served], "click")).all()
