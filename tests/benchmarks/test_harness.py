@@ -23,7 +23,7 @@ from benchmarks.harness import (
 )
 from benchmarks.pipelines import fresh_copy
 from benchmarks.studies.forecast_service import forecast_or_none
-from benchmarks.system import reader_memory
+from benchmarks.system import reader_memory, scoring, table_builds
 from benchmarks.system.history_storage import measure_storage
 from benchmarks.system.request_load import stop, summarize_responses
 from benchmarks.system.restarts import record_resume
@@ -100,6 +100,36 @@ def test_variants_are_timed_in_alternating_order() -> None:
     variants = {name: lambda name=name: order.append(name) for name in "ab"}
     interleaved_median_seconds(variants, 3)
     assert "".join(order) == "abbaab"
+
+
+def test_programs_of_a_ranker_are_timed_in_alternating_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timed: list[str] = []
+
+    def time_ranking(ranker: str, _inputs: object) -> float:
+        timed.append(ranker)
+        return 1.0
+
+    monkeypatch.setattr(scoring, "time_ranking", time_ranking)
+    requests: Any = [None] * (scoring.WARMUP_REQUESTS + 4)
+    rankers: Any = ("onnx ", "compiled ")
+    seconds = scoring.time_requests(requests, lambda _: None, *rankers)  # type: ignore[arg-type]
+    assert "".join(timed[:8]) == "onnx compiled compiled onnx onnx compiled compiled onnx "
+    assert {name: len(values) for name, values in seconds.items()} == dict.fromkeys(seconds, 4)
+
+
+def test_small_and_large_histories_are_built_in_both_orders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[int] = []
+    monkeypatch.setattr(table_builds, "_read_events", lambda _work, millions, _users: millions)
+    monkeypatch.setattr(table_builds, "shuffle_sort_write", lambda *_: None)
+    monkeypatch.setattr(
+        table_builds, "write_packed_histories", lambda millions, _: built.append(millions)
+    )
+    table_builds.measure_history_build(BenchmarkResult("", ()), tmp_path, 2, 1)
+    assert built[-4:] == [1, 6, 6, 1]
 
 
 @pytest.mark.parametrize("suite", ["data", "operations", "audience", "forecast", "precision"])
