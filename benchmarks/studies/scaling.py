@@ -18,6 +18,7 @@ from pydantic import Field
 
 from benchmarks.harness import RESULTS, BenchmarkResult, commits_of
 from benchmarks.studies.committed import StudyFolder, share_of, show_committed
+from etl.errors import TemporaryError
 from etl.spec.base import StrictModel
 from etl.spec.units import DaySplit
 from ranking.report.study import StudyResult
@@ -108,8 +109,9 @@ def bench_scaling(args: ScalingArgs) -> None:
     from benchmarks.studies.ablation_trials import bench_trials
 
     selection, trials = (bench_trials(args.work, s) for s in (SELECTION_SPLIT, SPLIT))
-    for name, size, rate in share_of(sweep_points(), args.share):
-        selection.gem(config_of(name, size, rate, SWEEP_SEED))
+    for point in share_of(sweep_points(), args.share):
+        selection.gem(config_of(*point, SWEEP_SEED))
+    require_finished_sweep(selection)
     points = [(n, s, seed) for s in range(len(SIZES)) for seed in range(args.seeds)
               for n in ARCHITECTURES]  # fmt: skip
     rates: dict[str, float] = {}
@@ -140,6 +142,17 @@ def config_of(name: str, size: int, base_rate: float, seed: int) -> TrainConfig:
 def sweep_points() -> list[tuple[str, int, float]]:
     """The trainings of the sweep: architecture, size and base rate."""
     return [(n, s, rate) for n in ARCHITECTURES for s in range(SWEPT_SIZES) for rate in BASE_RATES]
+
+
+def require_finished_sweep(selection: "TrialRunner") -> None:
+    """Raises TemporaryError if trainings of the sweep, which choose base rates, are missing."""
+    configs = [config_of(*point, SWEEP_SEED) for point in sweep_points()]
+    missing = sum(not selection.is_finished(config) for config in configs)
+    if missing:
+        raise TemporaryError(
+            f"{missing} trainings of the sweep of base rates belong to other shares: run this "
+            "share again when they have ended"
+        )
 
 
 def best_base_rate(selection: "TrialRunner", name: str) -> float:

@@ -81,13 +81,18 @@ class TrialRunner:
         """GEM with a configuration."""
         path = self._path(config.model_dump_json())
         metadata_path = path.with_suffix(".json")
-        if not path.is_file() or not metadata_path.is_file():
+        if not self.is_finished(config):
             trial = self._run(config)
             trial.predictions.write(path, self.split)
             atomic_io.write_text(metadata_path, trial.record.model_dump_json(indent=1) + "\n")
         record = TrialRecord.model_validate_json(metadata_path.read_text())
         self.trained_at.add(f"{record.date} {record.commit}")
         return Trial(Predictions.read(path, self.split), record)
+
+    def is_finished(self, config: TrainConfig) -> bool:
+        """Whether GEM with a configuration has been trained, so that `gem` only reads files."""
+        path = self._path(config.model_dump_json())
+        return path.is_file() and path.with_suffix(".json").is_file()
 
     def gem_per_surface(self, config: TrainConfig) -> Predictions:
         """A GEM for each surface that has ads, trained only on its rows."""

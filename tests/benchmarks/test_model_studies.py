@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.harness import SIMULATOR_SPEC, BenchmarkResult
 from benchmarks.studies import (
     ablation,
+    ablation_trials,
     agreement,
     calibration,
     freshness,
@@ -25,8 +26,9 @@ from benchmarks.studies import (
 from benchmarks.studies.committed import share_of, show_committed, with_unmeasured
 from benchmarks.studies.seeded_estimates import holm, ne_difference_over_seeds
 from benchmarks.studies.trials import Trial, TrialRecord
-from etl.errors import UserError
+from etl.errors import TemporaryError, UserError
 from etl.spec import load_spec
+from etl.spec.units import DaySplit
 from features.schema import feature_schema
 from gemline import main
 from tests.benchmarks.test_studies import user_predictions
@@ -115,6 +117,32 @@ def test_the_slope_is_that_of_the_points_and_the_rate_is_chosen_on_other_days() 
     study = scaling.study_of(result, curves, 2)
     assert study.curves["HSTU"] == curves["HSTU"]
     assert study.commit == "abc", "that of the trainings"
+
+
+def test_a_share_trains_its_part_of_the_sweep_and_waits_for_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trained: dict[object, list[TrainConfig]] = {scaling.SELECTION_SPLIT: [], scaling.SPLIT: []}
+
+    class Runner:
+        def __init__(self, _work: Path, split: DaySplit) -> None:
+            self.trained = trained[split]
+
+        def gem(self, config: TrainConfig) -> Trial:
+            self.trained.append(config)
+            return FakeTrials(slower_is_worse).gem(config)
+
+        def is_finished(self, config: TrainConfig) -> bool:
+            return config in self.trained
+
+    monkeypatch.setattr(ablation_trials, "bench_trials", Runner)
+    half, all_points = scaling.ScalingArgs(work=Path(), share="1/2"), scaling.sweep_points()
+    with pytest.raises(TemporaryError, match="belong to other shares"):
+        scaling.bench_scaling(half)
+    sweep, final = trained.values()
+    assert len(sweep) == len(all_points) // 2 and not final
+    scaling.bench_scaling(half.model_copy(update={"share": "2/2"}))
+    assert len(set(map(str, sweep))) == len(all_points) and len(final) == 15
 
 
 def test_the_slope_of_a_curve_less_itself_is_zero() -> None:
