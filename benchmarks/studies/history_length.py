@@ -200,8 +200,9 @@ def result_table(ne: dict[str, dict[str, float]], objectives: list[str]) -> Benc
 def record_gap_ratios(result: BenchmarkResult, ne: dict[str, dict[str, float]]) -> None:
     """The distance of click NE to the true probabilities over that of LightGBM, all surfaces.
 
-    `sim_gap_ratio` is of GEM with the longest history, `sim_gap_no_history` of GEM with the inputs
-    of LightGBM, `sim_gap_ratio_observable` of the oracle that reads only the log.
+    `sim_gap_ratio` is of GEM with the longest history, `sim_gap_no_history` of GEM without history,
+    which reads the inputs of LightGBM and item ids, `sim_gap_ratio_observable` of the oracle that
+    reads only the log.
     """
     bound, lightgbm = ne["bound"]["click"], ne["lightgbm"]["click"]
     runs_by_key = {
