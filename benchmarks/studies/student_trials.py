@@ -49,7 +49,7 @@ TrainingChange = Mapping[str, Any]  # fields of StudentTrainConfig
 SELECTION_SEED = 1007
 SELECTION_DAYS_EARLIER = 2  # days from selection of hyperparameters to the reported days
 CANDIDATE_WEIGHTS = (0.3, 1.0, 3.0)  # of plain distillation
-CANDIDATE_RATIOS = (0.1, 0.3, 1.0)  # of the auxiliary head's gradient
+CANDIDATE_RATIOS = (0.03, 0.1, 0.3, 1.0)  # of the auxiliary head's gradient
 BATCH_ROWS = 2048
 TEACHER_HISTORY_LENGTH = 32
 
