@@ -42,6 +42,7 @@ CONTROLS = (SEPARATE, LIGHTGBM)
 GOALS = {"default_is_best": "true"}
 RESULT = RESULTS / "ablation.json"
 MAX_DEGREES_OF_FREEDOM = 1e9  # infinity is no number of JSON
+FROM_DEFAULT = "less the default: "  # before the keys of paired estimates
 Differences = dict[DataSet, dict[str, "Estimate"]]
 
 
@@ -128,17 +129,22 @@ def compare_on_test_days(
     committed: "StudyResult | None",
 ) -> None:
     """Print the differences of click NE, and save them with the committed rows."""
+    from benchmarks.studies.ablation_table import ablation_table
+
     differences = committed_differences(committed)
+    from_default = committed_differences(committed, FROM_DEFAULT)
     trained_at = trained_at_of(committed)
     for data, of_data in trials.items():
-        measured = ne_differences(of_data, data, args.scale, args.seeds, names, [OBJECTIVE])
-        differences[data] = differences[data] | measured[OBJECTIVE]
+        for rows, reference in ((differences, DEEP), (from_default, DEFAULT)):
+            rows[data] |= ne_differences(
+                of_data, data, args.scale, args.seeds, names, [OBJECTIVE], reference
+            )[OBJECTIVE]
         trained_at |= of_data.trained_at()
-    result = ablation_table(differences, args.scale, args.seeds)
+    result = ablation_table(differences, from_default, title_of(args.scale, args.seeds))
     result.figures["trained_at"] = sorted(trained_at)
     result.show(args.as_json)
     command = f"gemline bench ablation --work FOLDER --seeds {args.seeds}"
-    save_study(RESULT, result, differences, command, trained_at)
+    save_study(RESULT, result, differences, from_default, command, trained_at)
 
 
 def title_of(scale: Scale, seeds: int) -> str:
@@ -171,16 +177,16 @@ def trained_at_of(study: "StudyResult | None") -> set[str]:
     )
 
 
-def committed_differences(study: "StudyResult | None") -> Differences:
-    """The rows of a committed study."""
+def committed_differences(study: "StudyResult | None", prefix: str = "") -> Differences:
+    """The rows of a committed study whose estimates have a prefix."""
     from benchmarks.studies.seeded_estimates import Estimate
 
     differences: Differences = {data: {} for data in DATA_SETS}
     if study is None:
         return differences
     for key, estimate in study.estimates.items():
-        name, _, data = key.rpartition(", ")
-        if name in all_rows() and data in DATA_SETS:
+        name, _, data = key.removeprefix(prefix).rpartition(", ")
+        if key.startswith(prefix) and name in all_rows() and data in DATA_SETS:
             differences[data][name] = Estimate(*estimate)
     return differences
 
@@ -189,20 +195,26 @@ def save_study(
     path: Path,
     result: BenchmarkResult,
     differences: Differences,
+    from_default: Differences,
     command: str,
     trained_at: Iterable[str],
 ) -> None:
     """Save the table, the estimates behind it, and the commits of the trainings."""
-    by_row = {
-        f"{name}, {data}": estimate
+    by_row = keyed_by_row(differences)
+    estimates = {
+        key: (e.value, e.standard_error, min(e.degrees_of_freedom, MAX_DEGREES_OF_FREEDOM))
+        for key, e in (by_row | keyed_by_row(from_default, FROM_DEFAULT)).items()
+    }
+    result.save_study(path, command, by_row, estimates, trained_at)
+
+
+def keyed_by_row(differences: Differences, prefix: str = "") -> "dict[str, Estimate]":
+    """Differences by "ROW, DATA", as studies keep them."""
+    return {
+        f"{prefix}{name}, {data}": estimate
         for data, by_name in differences.items()
         for name, estimate in by_name.items()
     }
-    estimates = {
-        key: (e.value, e.standard_error, min(e.degrees_of_freedom, MAX_DEGREES_OF_FREEDOM))
-        for key, e in by_row.items()
-    }
-    result.save_study(path, command, by_row, estimates, trained_at)
 
 
 def all_rows() -> tuple[str, ...]:
@@ -245,99 +257,24 @@ def ne_differences(
     seeds: int,
     names: Sequence[str],
     objectives: Sequence[str],
+    reference: str = DEEP,
 ) -> dict[str, dict[str, "Estimate"]]:
-    """For each objective the rows of a data set with their difference of NE from the reference."""
+    """For each objective the rows of a data set with their difference of NE from a reference.
+
+    That of the row DEEP is from the default.
+    """
     from benchmarks.studies.seeded_estimates import ne_difference_over_seeds
 
     def all_seeds(name: str) -> "list[Predictions]":
         by_seed = [predictions_of(trials, data, name, scale, seed) for seed in range(seeds)]
         return [predictions for predictions in by_seed if predictions is not None]
 
-    references = {name: all_seeds(name) for name in (DEFAULT, DEEP)}
+    references = {name: all_seeds(name) for name in (DEFAULT, reference)}
     differences: dict[str, dict[str, Estimate]] = {objective: {} for objective in objectives}
     for name in names:
         changed = all_seeds(name)
-        reference = references[DEFAULT if name == DEEP else DEEP]
+        control = references[DEFAULT if name == DEEP else reference]
         for objective in objectives if changed else ():
-            difference = ne_difference_over_seeds(changed, reference, objective)
+            difference = ne_difference_over_seeds(changed, control, objective)
             differences[objective][name] = difference
     return differences
-
-
-def ablation_table(
-    differences: Mapping[DataSet, Mapping[str, "Estimate"]], scale: Scale, seeds: int
-) -> BenchmarkResult:
-    """A row per change with its difference on each data set, and whether the default is best.
-
-    Rows are compared with the reference of DEPTH layers; `default_is_best` and the rows that are
-    `better` are judged by their differences from the default.
-    """
-    expected = [(data, name) for data in differences for name in all_rows() if has_row(data, name)]
-    verdicts = verdicts_of(differences, len(expected))
-    from_default = {data: differences_from_default(rows) for data, rows in differences.items()}
-    result = BenchmarkResult(
-        title_of(scale, seeds),
-        ("change", *(cell for data in differences for cell in (data, f"{data}, corrected"))),
-    )
-    names = [name for name in all_rows() if any(name in rows for rows in differences.values())]
-    for name in names:
-        cells = []
-        for data, by_name in differences.items():
-            cells += [str(by_name.get(name, "")), verdicts[data].get(name, "")]
-        result.rows.append((name, *cells))
-    better = {
-        data: [name for name, verdict in by_name.items() if verdict == "better"]
-        for data, by_name in verdicts_of(from_default, len(expected)).items()
-    }
-    missing = [f"{name}, {data}" for data, name in expected if name not in differences[data]]
-    if missing and not any(better.values()):
-        result.record("default_is_best", None, f"{len(missing)} rows are not measured yet")
-    else:
-        result.figures["default_is_best"] = not any(better.values())
-    result.figures |= {
-        "rows_not_measured": missing,
-        "comparisons": sum(map(len, differences.values())),
-        **{f"better_{data}": rows for data, rows in better.items()},
-        "better_on_all_data": [n for n in names if all(n in rows for rows in better.values())],
-    }
-    return result
-
-
-def differences_from_default(by_name: Mapping[str, "Estimate"]) -> dict[str, "Estimate"]:
-    """Differences of NE of a data set's rows from the default instead of the reference.
-
-    The difference of the reference from the default is added as if it were independent. That is
-    wider than pairs would be, because both differences contain the reference, with opposite signs;
-    stored estimates do not allow pairs. Empty as long as the row DEEP is not measured.
-    """
-    from benchmarks.studies.seeded_estimates import Estimate
-
-    if DEEP not in by_name:
-        return {}
-    deep = by_name[DEEP]
-    return {
-        name: e
-        if name == DEEP
-        else Estimate.combine(e.value + deep.value, e.variance, deep.variance)
-        for name, e in by_name.items()
-    }
-
-
-def verdicts_of(
-    differences: Mapping[DataSet, Mapping[str, "Estimate"]], comparisons: int
-) -> dict[DataSet, dict[str, str]]:
-    """Whether each row is better or worse outside noise, corrected for a number of comparisons.
-
-    These are all rows and data sets, measured or not, so that later rows change no verdict.
-    """
-    from benchmarks.studies.seeded_estimates import LEVEL, holm
-
-    flat = [(data, name) for data, by_name in differences.items() for name in by_name]
-    p_values = [differences[data][name].p_value for data, name in flat]
-    unmeasured = [1.0] * (comparisons - len(flat))
-    corrected = holm([*p_values, *unmeasured])[: len(flat)]
-    verdicts: dict[DataSet, dict[str, str]] = {data: {} for data in differences}
-    for (data, name), p_value in zip(flat, corrected, strict=True):
-        direction = "worse" if differences[data][name].value > 0 else "better"
-        verdicts[data][name] = direction if p_value < LEVEL else "within noise"
-    return verdicts

@@ -8,6 +8,11 @@ import pytest
 
 from benchmarks.harness import KUAIRAND_SPEC, SIMULATOR_SPEC
 from benchmarks.studies import ablation, ablation_trials, ablation_validation
+from benchmarks.studies.ablation_table import (
+    ablation_table,
+    differences_from_default,
+    verdicts_of,
+)
 from benchmarks.studies.model_changes import CHANGES, DATA_SETS, DataSet
 from benchmarks.studies.seeded_estimates import Estimate
 from etl.errors import UserError
@@ -53,12 +58,29 @@ def ablation_of(
     blur: Callable[[DataSet, TrainConfig], float], names: list[str]
 ) -> dict[str, object]:
     """Figures of an ablation whose models have some blur on each data set."""
-    differences = {}
+    differences: ablation.Differences = {}
     for data in DATA_SETS:
         trials = FakeData(FakeTrials(lambda config, data=data: blur(data, config)))  # type: ignore[misc]
         measured = ablation.ne_differences(trials, data, "tiny", 3, names, ["click"])
         differences[data] = measured["click"]
-    return ablation.ablation_table(differences, "tiny", 3).figures
+    return ablation_table(differences, {data: {} for data in DATA_SETS}, "title").figures
+
+
+def test_rows_are_paired_with_the_default_where_its_trainings_are_read() -> None:
+    """Both differences of a row contain the reference, with opposite signs."""
+
+    def blur(config: TrainConfig) -> float:
+        return 0.25 if config.model.interaction == "dcnv2" else 0.6 if config.sizes else 0.2
+
+    trials, names = FakeData(FakeTrials(blur)), [ablation.DEEP, "DCNv2"]
+    rows, paired = (
+        ablation.ne_differences(trials, "simulated", "tiny", 3, names, ["click"], name)["click"]
+        for name in (ablation.DEEP, ablation.DEFAULT)
+    )
+    added = differences_from_default(rows)
+    assert paired["DCNv2"].value == pytest.approx(added["DCNv2"].value)
+    assert paired["DCNv2"].standard_error < added["DCNv2"].standard_error
+    assert paired[ablation.DEEP] == added[ablation.DEEP] == rows[ablation.DEEP]
 
 
 def test_the_default_is_best_until_a_row_is_better_outside_noise(
@@ -112,11 +134,15 @@ def test_rows_are_added_to_those_of_the_same_study(tmp_path: Path) -> None:
     measured["kuairand"] |= {
         "DIN": Estimate(no_change.value, no_change.standard_error, ablation.MAX_DEGREES_OF_FREEDOM),
     }
-    result = ablation.ablation_table(measured, "small", 1)
-    ablation.save_study(path, result, measured, "command", ["2026-01-02 b", "2026-01-01 a"])
+    paired: ablation.Differences = {"simulated": {"DCNv2": Estimate(-0.02, 0.001, 99.0)},
+                                    "kuairand": {}}  # fmt: skip
+    result = ablation_table(measured, paired, title)
+    trained_at = ["2026-01-02 b", "2026-01-01 a"]
+    ablation.save_study(path, result, measured, paired, "command", trained_at)
     study = ablation.committed_study(path, title)
     assert study and study.commit == "a, b", "those of the trainings"
     assert ablation.committed_differences(study) == measured
+    assert ablation.committed_differences(study, ablation.FROM_DEFAULT) == paired
     with pytest.raises(UserError, match="is another study"):
         ablation.committed_study(path, ablation.title_of("small", 5))
     missing = result.figures["rows_not_measured"]
@@ -153,11 +179,11 @@ def test_a_share_of_validation_trainings_saves_nothing_and_rows_are_added_to_the
 def test_many_rows_within_noise_are_corrected_for_their_number() -> None:
     borderline = {f"row {i}": Estimate(-0.01, 0.0045, 100.0) for i in range(40)}
     assert all(estimate.p_value < 0.05 for estimate in borderline.values())
-    verdicts = ablation.verdicts_of({"simulated": borderline}, 40)
+    verdicts = verdicts_of({"simulated": borderline}, 40)
     assert set(verdicts["simulated"].values()) == {"within noise"}
-    alone = ablation.verdicts_of({"simulated": {"row": borderline["row 0"]}}, 1)
+    alone = verdicts_of({"simulated": {"row": borderline["row 0"]}}, 1)
     assert alone["simulated"]["row"] == "better"
-    one_of_many = ablation.verdicts_of({"simulated": {"row": borderline["row 0"]}}, 40)
+    one_of_many = verdicts_of({"simulated": {"row": borderline["row 0"]}}, 40)
     assert one_of_many["simulated"]["row"] == "within noise", "39 rows are not measured yet"
 
 
