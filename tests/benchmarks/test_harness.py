@@ -1,6 +1,7 @@
 """Output of benchmarks: metrics as a last line of JSON; unavailable ones with a reason."""
 
 import asyncio
+import gzip
 import json
 import math
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +25,7 @@ from benchmarks.harness import (
 )
 from benchmarks.pipelines import fresh_copy
 from benchmarks.studies.forecast_service import forecast_or_none
-from benchmarks.system import reader_memory, scoring, table_builds
+from benchmarks.system import etl_speed, reader_memory, scoring, table_builds
 from benchmarks.system.history_storage import measure_storage
 from benchmarks.system.request_load import stop, summarize_responses
 from benchmarks.system.restarts import record_resume
@@ -130,6 +132,17 @@ def test_small_and_large_histories_are_built_in_both_orders(
     )
     table_builds.measure_history_build(BenchmarkResult("", ()), tmp_path, 2, 1)
     assert built[-4:] == [1, 6, 6, 1]
+
+
+def test_duckdb_sorts_all_records_also_malformed_ones(tmp_path: Path, raw: Path) -> None:
+    paths = PipelinePaths(SIMULATOR_SPEC, str(raw), str(tmp_path / "lake"))
+    etl_speed.sort_and_write_in_duckdb(paths)
+    table = pq.read_table(tmp_path / "lake-duckdb.parquet")
+    files = (raw / "events").glob("*/*.json.gz")
+    lines = [line for file in files for line in gzip.decompress(file.read_bytes()).splitlines()]
+    assert len(table) == len(lines) and table["user_id"].null_count
+    users = table["user_id"].drop_null().to_pylist()
+    assert users == sorted(users)
 
 
 @pytest.mark.parametrize("suite", ["data", "operations", "audience", "forecast", "precision"])
