@@ -24,7 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results"  # study results that the documentatio
 
 
 if TYPE_CHECKING:
-    from benchmarks.studies.seeded_estimates import Estimate
+    from benchmarks.studies.seeded_estimates import SeededEstimate
     from training.evaluation.predictions import ConfidenceInterval
 
 
@@ -106,7 +106,7 @@ class BenchmarkResult:
         self,
         path: Path,
         command: str,
-        ne_differences: "Mapping[str, ConfidenceInterval | Estimate] | None" = None,
+        ne_differences: "Mapping[str, ConfidenceInterval | SeededEstimate] | None" = None,
         estimates: Mapping[str, tuple[float, float, float]] | None = None,
         trained_at: Iterable[str] = (),
     ) -> None:

@@ -27,7 +27,7 @@ from training.config import TrainConfig
 from training.model.config import SizeName
 
 if TYPE_CHECKING:
-    from benchmarks.studies.seeded_estimates import Estimate
+    from benchmarks.studies.seeded_estimates import SeededEstimate
     from ranking.report.study import StudyResult
     from training.evaluation.predictions import Predictions
 
@@ -43,7 +43,7 @@ GOALS = {"default_is_best": "true"}
 RESULT = RESULTS / "ablation.json"
 MAX_DEGREES_OF_FREEDOM = 1e9  # infinity is no number of JSON
 FROM_DEFAULT = "less the default: "  # before the keys of paired estimates
-Differences = dict[DataSet, dict[str, "Estimate"]]
+Differences = dict[DataSet, dict[str, "SeededEstimate"]]
 
 
 class AblationArgs(StrictModel):
@@ -179,7 +179,7 @@ def trained_at_of(study: "StudyResult | None") -> set[str]:
 
 def committed_differences(study: "StudyResult | None", prefix: str = "") -> Differences:
     """The rows of a committed study whose estimates have a prefix."""
-    from benchmarks.studies.seeded_estimates import Estimate
+    from benchmarks.studies.seeded_estimates import SeededEstimate
 
     differences: Differences = {data: {} for data in DATA_SETS}
     if study is None:
@@ -187,7 +187,7 @@ def committed_differences(study: "StudyResult | None", prefix: str = "") -> Diff
     for key, estimate in study.estimates.items():
         name, _, data = key.removeprefix(prefix).rpartition(", ")
         if key.startswith(prefix) and name in all_rows() and data in DATA_SETS:
-            differences[data][name] = Estimate(*estimate)
+            differences[data][name] = SeededEstimate(*estimate)
     return differences
 
 
@@ -208,7 +208,7 @@ def save_study(
     result.save_study(path, command, by_row, estimates, trained_at)
 
 
-def keyed_by_row(differences: Differences, prefix: str = "") -> "dict[str, Estimate]":
+def keyed_by_row(differences: Differences, prefix: str = "") -> "dict[str, SeededEstimate]":
     """Differences by "ROW, DATA", as studies keep them."""
     return {
         f"{prefix}{name}, {data}": estimate
@@ -258,7 +258,7 @@ def ne_differences(
     names: Sequence[str],
     objectives: Sequence[str],
     reference: str = DEEP,
-) -> dict[str, dict[str, "Estimate"]]:
+) -> dict[str, dict[str, "SeededEstimate"]]:
     """For each objective the rows of a data set with their difference of NE from a reference.
 
     That of the row DEEP is from the default.
@@ -270,7 +270,7 @@ def ne_differences(
         return [predictions for predictions in by_seed if predictions is not None]
 
     references = {name: all_seeds(name) for name in (DEFAULT, reference)}
-    differences: dict[str, dict[str, Estimate]] = {objective: {} for objective in objectives}
+    differences: dict[str, dict[str, SeededEstimate]] = {objective: {} for objective in objectives}
     for name in names:
         changed = all_seeds(name)
         control = references[DEFAULT if name == DEEP else reference]

@@ -6,7 +6,7 @@ from benchmarks.harness import BenchmarkResult
 from benchmarks.studies import ablation
 from benchmarks.studies.ablation import DEEP, Differences, has_row
 from benchmarks.studies.model_changes import DataSet
-from benchmarks.studies.seeded_estimates import LEVEL, Estimate, holm
+from benchmarks.studies.seeded_estimates import LEVEL, SeededEstimate, holm
 
 
 def ablation_table(differences: Differences, paired: Differences, title: str) -> BenchmarkResult:
@@ -49,7 +49,7 @@ def ablation_table(differences: Differences, paired: Differences, title: str) ->
     return result
 
 
-def differences_from_default(by_name: Mapping[str, Estimate]) -> dict[str, Estimate]:
+def differences_from_default(by_name: Mapping[str, SeededEstimate]) -> dict[str, SeededEstimate]:
     """Differences of NE of a data set's rows from the default instead of the reference.
 
     The difference of the reference from the default is added as if it were independent. That is
@@ -62,13 +62,13 @@ def differences_from_default(by_name: Mapping[str, Estimate]) -> dict[str, Estim
     return {
         name: e
         if name == DEEP
-        else Estimate.combine(e.value + deep.value, e.variance, deep.variance)
+        else SeededEstimate.combine(e.value + deep.value, e.variance, deep.variance)
         for name, e in by_name.items()
     }
 
 
 def verdicts_of(
-    differences: Mapping[DataSet, Mapping[str, Estimate]], comparisons: int
+    differences: Mapping[DataSet, Mapping[str, SeededEstimate]], comparisons: int
 ) -> dict[DataSet, dict[str, str]]:
     """Whether each row is better or worse outside noise, corrected for a number of comparisons.
 

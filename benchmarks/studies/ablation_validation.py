@@ -17,7 +17,7 @@ from etl.spec import load_spec
 from ranking.report.study import StudyResult
 
 if TYPE_CHECKING:
-    from benchmarks.studies.seeded_estimates import Estimate
+    from benchmarks.studies.seeded_estimates import SeededEstimate
 
 RESULT = RESULTS / "ablation_validation.json"
 OBJECTIVES = tuple(load_spec(KUAIRAND_SPEC).objectives)
@@ -51,7 +51,7 @@ def compare_on_validation_days(
 
 def add_rows(
     title: str,
-    measured: Mapping[str, Mapping[str, "Estimate"]],
+    measured: Mapping[str, Mapping[str, "SeededEstimate"]],
     committed: StudyResult | None,
     trained_at: set[str],
 ) -> StudyResult:

@@ -25,7 +25,7 @@ from ranking.report.study import StudyResult
 from training.config import TrainConfig
 
 if TYPE_CHECKING:
-    from benchmarks.studies.seeded_estimates import Estimate
+    from benchmarks.studies.seeded_estimates import SeededEstimate
     from benchmarks.studies.trials import Trial, TrialRunner
     from etl.array_types import Float64
     from training.evaluation.predictions import Predictions
@@ -208,7 +208,7 @@ def slope_weights(flops: Sequence[float]) -> "Float64":
     return np.asarray(centered / (centered**2).sum())
 
 
-def slope_of(curves: Sequence[tuple[float, Curve]]) -> "Estimate":
+def slope_of(curves: Sequence[tuple[float, Curve]]) -> "SeededEstimate":
     """The sum of the slopes of some curves, each times a factor, with the noise of both sources.
 
     The variance over seeds is pooled over the sizes of a curve.

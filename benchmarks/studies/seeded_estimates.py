@@ -14,14 +14,14 @@ import numpy as np
 from scipy import stats
 
 from etl.array_types import Float64
-from training.evaluation.predictions import ETA, Predictions, sums_by_user
+from training.evaluation.predictions import ETA, Predictions, format_ne_interval, sums_by_user
 
 DRAWS, DRAWS_PER_BATCH = 1000, 100  # batches limit memory
 LEVEL = 0.05
 
 
 @dataclass(frozen=True)
-class Estimate:
+class SeededEstimate:
     """A value with its standard error, and the 95 % interval of Student's t distribution."""
 
     value: float
@@ -29,7 +29,7 @@ class Estimate:
     degrees_of_freedom: float
 
     @classmethod
-    def combine(cls, value: float, *variances: tuple[float, float]) -> "Estimate":
+    def combine(cls, value: float, *variances: tuple[float, float]) -> "SeededEstimate":
         """A value with independent sources of noise: pairs of a variance and its degrees."""
         total = sum(variance for variance, _ in variances)
         parts = sum(variance**2 / degrees for variance, degrees in variances if variance)
@@ -63,8 +63,8 @@ class Estimate:
         return float(stats.t.ppf(1 - LEVEL / 2, self.degrees_of_freedom)) * self.standard_error
 
     def __str__(self) -> str:
-        """In units of 1e-4, as differences of NE are small."""
-        return f"{1e4 * self.value:+.0f} [{1e4 * self.low:+.0f}, {1e4 * self.high:+.0f}]"
+        """As a difference of NE."""
+        return format_ne_interval(self.value, self.low, self.high)
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ class NeByUser:
         ]
         return cls(normalized_entropy(sums.sum(0)[None])[0], np.concatenate(drawn), users)
 
-    def contrast(self, weights: Float64, *seed_variances: tuple[float, float]) -> Estimate:
+    def contrast(self, weights: Float64, *seed_variances: tuple[float, float]) -> SeededEstimate:
         """The sum of NE times `weights` (M), with the variances that are due to seeds."""
         user_variance = float(np.var(self.drawn @ weights, ddof=1))
-        return Estimate.combine(
+        return SeededEstimate.combine(
             float(self.ne @ weights), (user_variance, self.users - 1), *seed_variances
         )
 
@@ -106,7 +106,7 @@ def normalized_entropy(sums: Float64) -> Float64:
 
 def ne_difference_over_seeds(
     treatment: Sequence[Predictions], control: Sequence[Predictions], objective: str
-) -> Estimate:
+) -> SeededEstimate:
     """NE of the treatment minus that of the control, each the mean over its seeds.
 
     Seeds are paired if there are as many of both. With one seed their noise is unknown, and left

@@ -12,9 +12,9 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.harness import RESULTS, SIMULATOR_SPEC, BenchmarkResult
+from benchmarks.system.model_blocks import count_flops
 from etl.spec import load_spec
 from features.schema import feature_schema
 from training.config import ComputeConfig
@@ -75,7 +75,7 @@ def measure_scale(scale: Scale) -> tuple[float, float, bool]:
         )
         for is_compiled in (False, True)
     )
-    flops = count_step_flops(eager)
+    flops = count_flops(eager)  # without those of attention
     return dense_mfu(eager, flops, CUDA), dense_mfu(compiled, flops, CUDA), has_syncs(eager)
 
 
@@ -86,13 +86,6 @@ def save_of_card(result: BenchmarkResult) -> None:
     study.figures = {key: v for key, v in result.figures.items() if key.startswith("gpu_")}
     study.rows = [(key, f"{value:.3g}") for key, value in study.figures.items()]
     study.save_study(RESULTS / "gpu.json", "gemline bench model --only gpu")
-
-
-def count_step_flops(step: Callable[[], object]) -> int:
-    """FLOPs of matrix products in a step that is not compiled, without those of attention."""
-    with FlopCounterMode(display=False) as counter:
-        step()
-    return int(counter.get_total_flops())
 
 
 def dense_mfu(step: Callable[[], object], flops: float, device: torch.device) -> float:

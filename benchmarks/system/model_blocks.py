@@ -73,7 +73,7 @@ def measure_speeds(
 
 
 def count_flops(step: StepFunction) -> int:
-    """FLOPs of the matrix products of a step."""
+    """FLOPs of the matrix products of a step that is not compiled; custom kernels have none."""
     with FlopCounterMode(display=False) as counter:
         step()
     return int(counter.get_total_flops())

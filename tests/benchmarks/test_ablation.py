@@ -14,7 +14,7 @@ from benchmarks.studies.ablation_table import (
     verdicts_of,
 )
 from benchmarks.studies.model_changes import CHANGES, DATA_SETS, DataSet
-from benchmarks.studies.seeded_estimates import Estimate
+from benchmarks.studies.seeded_estimates import SeededEstimate
 from etl.errors import UserError
 from etl.spec import load_spec
 from features.schema import feature_schema
@@ -127,14 +127,16 @@ def test_rows_are_added_to_those_of_the_same_study(tmp_path: Path) -> None:
     nothing = ablation.committed_study(path, title)
     assert ablation.committed_differences(nothing) == {data: {} for data in DATA_SETS}
     measured: ablation.Differences = {
-        "simulated": {"DCNv2": Estimate(-0.01, 0.002, 99.0)},
-        "kuairand": {"flow: int, 32 events": Estimate(0.02, 0.003, 7.5)},
+        "simulated": {"DCNv2": SeededEstimate(-0.01, 0.002, 99.0)},
+        "kuairand": {"flow: int, 32 events": SeededEstimate(0.02, 0.003, 7.5)},
     }
-    no_change = Estimate.combine(0.0, (0.0, 3))
+    no_change = SeededEstimate.combine(0.0, (0.0, 3))
     measured["kuairand"] |= {
-        "DIN": Estimate(no_change.value, no_change.standard_error, ablation.MAX_DEGREES_OF_FREEDOM),
+        "DIN": SeededEstimate(
+            no_change.value, no_change.standard_error, ablation.MAX_DEGREES_OF_FREEDOM
+        ),
     }
-    paired: ablation.Differences = {"simulated": {"DCNv2": Estimate(-0.02, 0.001, 99.0)},
+    paired: ablation.Differences = {"simulated": {"DCNv2": SeededEstimate(-0.02, 0.001, 99.0)},
                                     "kuairand": {}}  # fmt: skip
     result = ablation_table(measured, paired, title)
     trained_at = ["2026-01-02 b", "2026-01-01 a"]
@@ -177,7 +179,7 @@ def test_a_share_of_validation_trainings_saves_nothing_and_rows_are_added_to_the
 
 
 def test_many_rows_within_noise_are_corrected_for_their_number() -> None:
-    borderline = {f"row {i}": Estimate(-0.01, 0.0045, 100.0) for i in range(40)}
+    borderline = {f"row {i}": SeededEstimate(-0.01, 0.0045, 100.0) for i in range(40)}
     assert all(estimate.p_value < 0.05 for estimate in borderline.values())
     verdicts = verdicts_of({"simulated": borderline}, 40)
     assert set(verdicts["simulated"].values()) == {"within noise"}

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from benchmarks.harness import BenchmarkResult
-from benchmarks.system.gpu import count_step_flops, dense_mfu, make_dense_step, measure_gpu
+from benchmarks.system.gpu import dense_mfu, make_dense_step, measure_gpu
+from benchmarks.system.model_blocks import count_flops
 from training.config import ComputeConfig
 from training.data.synthetic import BatchShape
 from training.distributed.device import CPU
@@ -22,4 +23,4 @@ def test_without_a_card_each_figure_is_null_with_the_reason() -> None:
 
 def test_the_share_of_the_devices_rate_is_measured_on_the_cpu_too() -> None:
     step = make_dense_step("tiny", BatchShape(4, 2, 20, 100), CPU, ComputeConfig())
-    assert 0 < dense_mfu(step, count_step_flops(step), CPU) < 1
+    assert 0 < dense_mfu(step, count_flops(step), CPU) < 1

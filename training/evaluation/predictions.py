@@ -171,8 +171,13 @@ class ConfidenceInterval:
         return self.low > 0 or self.high < 0
 
     def __str__(self) -> str:
-        """In units of 1e-4, as differences of NE are small."""
-        return f"{1e4 * self.value:+.0f} [{1e4 * self.low:+.0f}, {1e4 * self.high:+.0f}]"
+        """As a difference of NE."""
+        return format_ne_interval(self.value, self.low, self.high)
+
+
+def format_ne_interval(value: float, low: float, high: float) -> str:
+    """A difference of NE with its interval, in units of 1e-4, as such differences are small."""
+    return f"{1e4 * value:+.0f} [{1e4 * low:+.0f}, {1e4 * high:+.0f}]"
 
 
 def paired_ne_difference(
