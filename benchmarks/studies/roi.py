@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ranking.roi.campaign_days import CampaignTable
     from ranking.roi.curves import CampaignDays
 
-BUDGETS = (30, 300, 3_000, 30_000)  # daily: a thousand to a million a month
+BUDGETS = (30, 300, 3_000, 30_000, 300_000)  # daily: a thousand to ten million a month
 PER_SCALE, WEEKS, DAYS = 12, 6, 7
 MAX_STEP, SPREAD = 0.5, 0.3
 SLOPES = (0.8, 1.3)  # of the true Hill curves; the model has 1
