@@ -82,7 +82,8 @@ def pin(args: PinArgs) -> None:
     """Keep the table versions in --pins until the run unpins them; `etl vacuum` keeps them."""
     from etl.tables import step_state
 
-    step_state.pin_versions(args.lake, args.run_id, args.pins)
+    lake = args.open_lake()
+    step_state.pin_versions(lake.root, args.run_id, lake.pinned_versions)
 
 
 def unpin(args: PinArgs) -> None:

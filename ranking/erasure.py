@@ -21,6 +21,7 @@ from etl.errors import TemporaryError, UserError
 from etl.spec.units import MICROS
 from etl.table_commands import TABLE_STEPS, VacuumArgs
 from etl.tables import atomic_io, step_state
+from etl.tables.erased_versions import holds_erased_users
 from etl.tables.forecast_schemas import FORECAST_SCHEMAS
 from etl.tables.lake import Lake
 from etl.tables.lease import hold_leases
@@ -212,6 +213,11 @@ def remaining_traces(lake: Lake, *, has_old_versions: bool) -> list[str]:
             "the lake is in an object store: feature stores, their logs and copies of files on "
             "other machines were not reached; run this on each machine that serves"
         )
+    lines += [
+        f"run {pin.run_id} has pinned versions that hold them: its next steps are refused"
+        for pin in step_state.read_pins(lake.root)
+        if any(holds_erased_users(lake, name, v) for name, v in pin.versions.items())
+    ]
     for surface in lake.spec.ad_surfaces:
         state = live_pointer(lake.root, surface).read()
         if state:

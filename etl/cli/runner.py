@@ -46,11 +46,17 @@ class LakeArgs(StrictModel):
     ] = {}
 
     def open_lake(self) -> "Lake":
-        """The lake; its folder is created if missing."""
+        """The lake; its folder is created if missing.
+
+        Raises UserError if `pins` names versions that hold erased users.
+        """
+        from etl.tables.erased_versions import require_versions_after_erasures
         from etl.tables.lake import Lake, ensure_lake_root
 
         ensure_lake_root(self.lake)
-        return Lake(self.lake, self.load_spec(), self.pins)
+        lake = Lake(self.lake, self.load_spec(), self.pins)
+        require_versions_after_erasures(lake)
+        return lake
 
     def load_spec(self) -> DataSpec:
         """The data spec, with the codes of surfaces and event types that the lake already uses."""

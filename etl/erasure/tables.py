@@ -20,6 +20,7 @@ from etl.spec.report_sources import AudienceLabelSource
 from etl.spec.sections import RetainedTable
 from etl.spec.sources import AttributeSource, EventLogSource, ImpressionLogSource, Source
 from etl.tables import schemas, spark_io, user_schemas
+from etl.tables.erased_versions import record_erasure
 from etl.tables.lake import Lake, commit_metadata, last_commit_metadata
 from etl.tables.maintenance import first_kept_days
 from etl.tables.schemas import NO_DAY
@@ -97,8 +98,8 @@ def erase_from_tables(scope: ErasureScope) -> dict[str, int]:
     """Delete the rows of users from all tables; returns the number of rows by table.
 
     Tables that name a user's impressions come last, so that an interrupted run can be repeated.
-    Pointers of later examples and weekly snapshots are adjusted, and `ingest_metrics` is counted
-    again.
+    Pointers of later examples and weekly snapshots are adjusted, `ingest_metrics` is counted again,
+    and earlier versions of the tables can no longer be pinned or read as pinned ones.
     """
     lake = scope.lake
     erased = {schema.name: delete_rows(scope, schema) for schema in tables_of_users(lake)}
@@ -111,6 +112,7 @@ def erase_from_tables(scope: ErasureScope) -> dict[str, int]:
         remove_snapshots_from(lake, schemas.attribute_snapshots(lake.spec, "user"), scope.before)
         build_version_snapshots(lake, "user", scope.before)
     recount_ingest_metrics(lake)
+    record_erasure(lake, list(erased))
     return erased
 
 

@@ -19,6 +19,7 @@ from etl.spec.sections import RetainedTable
 from etl.spec.units import DAY
 from etl.tables import atomic_io, step_state
 from etl.tables.code_registry import register_codes
+from etl.tables.erased_versions import holds_erased_users
 from etl.tables.lake import (
     REPARTITIONING,
     SPEC_PROPERTY,
@@ -33,8 +34,9 @@ from etl.tables.uri import list_matching, resolve_uri
 def vacuum_lake(lake: Lake, keep_days: int, *, full: bool = False) -> dict[str, int]:
     """Remove the files that no table version of the last `keep_days` days uses.
 
-    Pinned versions (`etl.tables.step_state`) are kept regardless of age. `full` also removes files
-    that no commit names, such as those of killed writers; no writer may be running.
+    Pinned versions (`etl.tables.step_state`) are kept regardless of age, unless users have been
+    erased since. `full` also removes files that no commit names, such as those of killed writers;
+    no writer may be running.
 
     Returns:
         Number of files removed, by table.
@@ -43,7 +45,8 @@ def vacuum_lake(lake: Lake, keep_days: int, *, full: bool = False) -> dict[str, 
     removed_files = {}
     for name in _existing_tables(lake):
         table = lake.open(name)
-        pinned = {pin.versions[name] for pin in pins if name in pin.versions}
+        versions = {pin.versions[name] for pin in pins if name in pin.versions}
+        pinned = {v for v in versions if not holds_erased_users(lake, name, v)}
         removed = table.vacuum(
             retention_hours=24 * keep_days,
             dry_run=False,

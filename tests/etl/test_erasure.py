@@ -13,13 +13,19 @@ from etl.attributes import load_attributes
 from etl.erasure.erased_users import erased_until, record_erased_users
 from etl.erasure.hashes import SALT_PROPERTY, create_salt, read_salt
 from etl.erasure.tables import ErasureScope, erase_from_tables
+from etl.errors import UserError
 from etl.ingest.run import ingest
 from etl.spec import DataSpec, load_spec
 from etl.spec.units import DAY, MICROS
+from etl.tables import step_state
+from etl.tables.atomic_io import remove_folder
 from etl.tables.lake import Lake
-from etl.tables.maintenance import expire_days
+from etl.tables.maintenance import expire_days, vacuum_lake
 from etl.tables.schemas import table_registry
+from etl.tables.uri import resolve_uri
+from features.examples import build_examples
 from features.validation import validate_examples
+from gemline import main
 from tests.conftest import SPEC as SIMULATOR_SPEC
 from tests.pipeline import TABLES, build_tables, rows
 
@@ -176,6 +182,31 @@ def test_an_erasure_keeps_the_counts_of_days_that_have_expired(
     assert second == expired | {"day": DAY_2} | {
         name: expired[name] // 2 for name in ("read", "kept", "quarantined", "excluded")
     }
+
+
+def test_versions_from_before_an_erasure_are_neither_pinned_nor_read_nor_kept(
+    spark: SparkSession, logged: tuple[Lake, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lake, raw = logged
+    published = {"examples": lake.version("examples"), "items": lake.version("items")}
+    step_state.pin_versions(lake.root, "pinned during the erasure", published)
+    erase(lake, spark.createDataFrame(pa.table({"user_id": [ERASED]})))
+    flags = ["--spec", str(raw.parent / "spec.yaml"), "--lake", lake.root, "--pins"]
+    pin = ["etl", "pin", *flags, str(published), "--run-id", "later"]
+    assert main(pin) == 2
+    expected = f"version {published['examples']} of table examples holds users who have been erased"
+    assert expected in capsys.readouterr().err
+    days = ["--days", f"{DAY_1}:{DAY_1}"]
+    assert main(["etl", "table-info", *flags, str(published), *days, "--tables", "examples"]) == 2
+    vacuum_lake(lake, 0)
+    with pytest.raises(UserError, match="of table examples has been vacuumed"):
+        rows(Lake(lake.root, lake.spec, published), "examples")
+    published["examples"] = lake.version("examples")
+    assert main([*pin[:-3], str(published), *pin[-2:]]) == 0, "current versions can be pinned"
+    remove_folder(resolve_uri(lake.root, "examples"))
+    build_examples(lake, (DAY_1, DAY_1))
+    published["examples"] = lake.version("examples")
+    assert main([*pin[:-3], str(published), *pin[-2:]]) == 0, "so can those of a rebuilt table"
 
 
 @pytest.mark.proof
