@@ -30,7 +30,7 @@ from etl.tables.pointer import remove_unreferenced_versions
 from etl.tables.schemas import table_registry
 from etl.tables.uri import list_matching, local_cache_path, resolve_uri
 from ranking.feature_store.materialize import materialize, materialize_lease
-from ranking.feature_store.store import open_store
+from ranking.feature_store.store import read_data_until
 from ranking.feature_store.wal import feature_store_pointer, open_wal
 from ranking.registry.ranker import live_pointer
 
@@ -156,24 +156,35 @@ def _erase_from_files(lake: Lake, impressions: "DataFrame") -> dict[str, int]:
 
 
 def _erase_from_feature_store(lake: Lake, users: Collection[str], until_ts: int) -> dict[str, int]:
-    """Remove users from the write-ahead log, and build the store anew from the erased tables.
+    """Remove users from the write-ahead log, and build the store anew from the erased tables."""
+    wal_folder = local_cache_path(resolve_uri(lake.root, "feature_store_wal"))
+    erased = {}
+    if wal_folder.exists():
+        wal = open_wal(wal_folder)
+        erased["feature store, posted"] = wal.erase_users(users, until_ts)
+        wal.close()
+    _rebuild_feature_store(lake)
+    return erased
 
-    Running services load the new store; the previous ones are removed.
+
+def _rebuild_feature_store(lake: Lake) -> None:
+    """Build the store from the tables, with data until the same time; earlier ones are removed.
+
+    Running services load the new store. If none can be built, for example without a ranker of the
+    lake's spec, there is no store until the next `gemline rank materialize`.
     """
     pointer = feature_store_pointer(lake.root)
     live = pointer.live_folder
     if live is None:
-        return {}
-    wal = open_wal(local_cache_path(resolve_uri(lake.root, "feature_store_wal")))
-    entries = wal.erase_users(users, until_ts)
-    wal.close()
-    store = open_store(local_cache_path(live), lake.spec)
-    data_until = store.data_until
-    store.close()
-    materialize(lake, data_until)
-    pointer.forget_previous()
+        return
+    try:
+        materialize(lake, read_data_until(local_cache_path(live)))
+        pointer.forget_previous()
+    except UserError as error:
+        atomic_io.remove_folder(pointer.folder)
+        print(f"the feature store was removed and could not be built: {error}")
+        return
     remove_unreferenced_versions(pointer.folder, pointer)
-    return {"feature store, posted": entries}
 
 
 def _rebuild_forecasts(lake: Lake) -> None:

@@ -107,13 +107,10 @@ def open_store(folder: Path, spec: DataSpec) -> FeatureStore:
     Raises:
         UserError: There is no store, or it was built with another spec.
     """
-    if not (folder / "data.mdb").is_file():
-        raise UserError(f"{folder} holds no feature store; run `gemline rank materialize` first")
-    env, tables = open_environment(folder, STORE_TABLES, metasync=False)
-    with Database(env, tables).read_transaction() as txn:
-        stored = txn.get("meta", METADATA_KEY)
+    database = _open_database(folder)
+    env = database.env
     try:
-        metadata = read_metadata(stored, folder)
+        metadata = read_metadata(database)
         validate_metadata(metadata, spec, folder)
     except UserError:
         env.close()
@@ -123,7 +120,7 @@ def open_store(folder: Path, spec: DataSpec) -> FeatureStore:
     event_codes = tuple(built_with.event_codes[name] for name in events)
     return FeatureStore(
         env=env,
-        tables=tables,
+        tables=database.tables,
         metadata=metadata,
         layout=RecordLayout.from_spec(built_with),
         counters=Counters.from_spec(built_with),
@@ -131,15 +128,32 @@ def open_store(folder: Path, spec: DataSpec) -> FeatureStore:
     )
 
 
-def read_metadata(stored: bytes, folder: Path) -> StoreMetadata:
-    """The metadata of the store in a folder.
+def read_data_until(folder: Path) -> int:
+    """The second until which the store in a folder has data, with whichever spec it was built.
 
-    Raises UserError if another version of Gemline wrote it.
+    Raises UserError if there is no store, or another version of Gemline wrote it.
     """
+    database = _open_database(folder)
+    try:
+        return read_metadata(database).data_until
+    finally:
+        database.close()
+
+
+def _open_database(folder: Path) -> Database:
+    if not (folder / "data.mdb").is_file():
+        raise UserError(f"{folder} holds no feature store; run `gemline rank materialize` first")
+    return Database(*open_environment(folder, STORE_TABLES, metasync=False))
+
+
+def read_metadata(store: Database) -> StoreMetadata:
+    """The metadata of a store; raises UserError if another version of Gemline wrote it."""
+    with store.read_transaction() as txn:
+        stored = txn.get("meta", METADATA_KEY)
     try:
         return StoreMetadata.model_validate_json(stored)
     except ValidationError:
-        raise _other_version(folder) from None
+        raise _other_version(store.folder) from None
 
 
 def _other_version(folder: Path) -> UserError:

@@ -16,6 +16,7 @@ import pytest
 
 from etl.runtime.spark import spark_session
 from etl.spec import load_spec
+from etl.spec.units import DAY, MICROS
 from etl.tables import arrow, schemas
 from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
@@ -23,9 +24,10 @@ from etl.tables.maintenance import vacuum_lake
 from features.encoding.scalar import spark_xxhash64
 from features.validation import validate_examples
 from gemline import main
-from ranking.erasure import _erase_from_files, remaining_traces
-from ranking.feature_store.materialize import materialize
-from ranking.feature_store.wal import FeatureStoreHandle
+from ranking.erasure import _erase_from_feature_store, _erase_from_files, remaining_traces
+from ranking.feature_store.materialize import HistoryLengths, build_feature_store, materialize
+from ranking.feature_store.store import METADATA_KEY
+from ranking.feature_store.wal import FeatureStoreHandle, feature_store_pointer
 from ranking.registry.ranker import live_pointer, rankers_folder
 from tests.conftest import LAST
 from tests.ranking.poster import event_of, post
@@ -122,6 +124,33 @@ def test_no_file_of_a_lake_holds_an_erased_user(complete_lake: Lake, spec_path: 
     assert others(lake, users) == rows_of_others
     different = [found for found in validate_examples(lake, 50, 0) if found[1]]
     assert not different, "pointers and counters of the others still fit"
+
+
+def test_an_erasure_removes_a_store_of_an_earlier_spec_that_cannot_be_rebuilt(
+    lake: Lake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After an upgrade there is no ranker of the new spec, and the live store is of the old one."""
+    own = copy_of(lake, tmp_path / "lake")
+    lengths = HistoryLengths("behaviour", 64)
+    surfaces = {**own.spec.surfaces, "stories": own.spec.surfaces["feed"]}
+    pointer = feature_store_pointer(own.root)
+    earlier = own.spec.model_copy(update={"surfaces": surfaces})
+    for version in ("one", "two"):
+        end = own.spec.day_end(LAST)
+        store = build_feature_store(own, pointer.folder / version, end, lengths)
+        metadata = store.metadata.model_copy(update={"spec": earlier})
+        with store.write_transaction() as txn:
+            txn.put("meta", METADATA_KEY, metadata.model_dump_json().encode())
+        store.close()
+        pointer.promote(version)
+    user = arrow.snapshot(own, schemas.examples(own.spec)).read(["user_id"])["user_id"][0].as_py()
+    until_ts = (own.spec.day_end(LAST) + DAY) * MICROS["s"]
+    for _ in range(2):  # it can be repeated
+        _erase_from_feature_store(own, [user], until_ts)
+    expected = "the feature store was removed and could not be built: no ranker"
+    assert expected in capsys.readouterr().out
+    assert pointer.live_folder is None
+    assert not {found for found in traces(Path(own.root), [user]) if "feature_store" in found}
 
 
 def test_files_with_predictions_are_erased_also_those_of_domains(complete_lake: Lake) -> None:
