@@ -1,8 +1,8 @@
 """Users, items, surfaces and impressions of events that belong to an earlier event.
 
-Such as off-site conversions, which only have the id of an impression or of a click, or the user and
-the advertiser of a click. What an event belongs to must have landed on the day of the event or
-before it, so that each day depends on days up to it alone.
+Examples are off-site conversions, which only have the id of an impression or of a click, or the
+user and the advertiser of a click. What an event belongs to must have landed on the day of the
+event or before it, so that each day depends on days up to it alone.
 """
 
 import functools
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
-from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from etl.attribute_versions import with_item_key
@@ -53,7 +53,7 @@ def with_named_fields(lake: Lake, records: DataFrame, stored_days: DayRange) -> 
         for name, log in sorted(logs, key=lambda item: item[1].touch is not None):
             is_of_log = F.coalesce((F.col("log") == name) & (F.col("reasons") == ""), F.lit(False))
             events = records.filter(is_of_log)
-            candidates = _stored_and_new(lake, log, records, stored_days)
+            candidates = _candidate_events(lake, log, records, stored_days)
             if log.touch_key:
                 named = _with_last_touch(lake, name, log, events, candidates)
             else:
@@ -104,7 +104,7 @@ def read_valid_events(lake: Lake, days: DayRange) -> DataFrame:
     return functools.reduce(DataFrame.unionByName, tables)
 
 
-def _stored_and_new(
+def _candidate_events(
     lake: Lake, log: EventLogSource, records: DataFrame, stored_days: DayRange
 ) -> DataFrame:
     """The valid events of the type that a log names or follows, with all fields.
@@ -155,14 +155,14 @@ def _with_last_touch(
             f"sources.{log_name}.touch_key: {log.touch_key} is an attribute of items: load the "
             "attributes of these days with `gemline etl attributes` before `gemline etl ingest`"
         )
-    touches = _without_automated(spec, _first_copies_by_day(spec, candidates))
+    touches = _drop_automated_users(spec, _first_copies_by_day(spec, candidates))
     keyed = with_item_key(lake, touches, log.touch_key)
     keyed = keyed.withColumnRenamed("item_key", "logged_touch_key")
     key = ("user_id", "logged_touch_key")
     keyed = keyed.join(events.select(*key).distinct(), [*key], "left_semi")
     touch = F.struct(
         *("event_ts", "event_id"),
-        (-F.unix_date("day")).alias("first_copy_last"),
+        (-F.unix_date("day")).alias("negative_day"),  # of copies, the first comes last
         *("day", "item_key_since", "item_key_day", "impression_id", *FIELDS),
         F.greatest("visible_ts", "item_key_since").alias("visible_ts"),
     )
@@ -196,14 +196,14 @@ def _first_copies_by_day(spec: DataSpec, events: DataFrame) -> DataFrame:
     return first.select("day", "first.*")
 
 
-def _without_automated(spec: DataSpec, touches: DataFrame) -> DataFrame:
+def _drop_automated_users(spec: DataSpec, touches: DataFrame) -> DataFrame:
     """Touches without those of users with more than `max_events_per_user_day` of them on a day.
 
     Placeholders such as "0" are such users: their touches would be gathered in one task.
     """
-    of_user_day = Window.partitionBy("user_id", "day")
-    touches = touches.withColumn("number", F.count("*").over(of_user_day))
-    return touches.filter(F.col("number") <= spec.max_events_per_user_day).drop("number")
+    counts = touches.groupBy("user_id", "day").count()  # which each task sums before the shuffle
+    automated = counts.filter(F.col("count") > spec.max_events_per_user_day)
+    return touches.join(automated, ["user_id", "day"], "left_anti")
 
 
 def _complete(log: EventLogSource, rows: DataFrame, columns: list[str]) -> DataFrame:

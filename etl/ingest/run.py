@@ -240,6 +240,7 @@ def write_ingest_metrics(lake: Lake, rows: list[dict[str, Any]], days: DayRange)
 
 
 LATE_REASON = "too late"
+PARTS_OF_CAPPED_USER = 64  # each of a user and day above the cap
 
 
 def is_late(spec: DataSpec) -> Column:
@@ -280,7 +281,7 @@ def exclude_events(
 
     Of a user with more than `max_events_per_user_day`, the first of the day to become visible are
     used, so that later events do not change earlier features. Only the events of such users are
-    sorted.
+    sorted, first in parts: no task sorts all events of one user.
     """
     cap = spec.max_events_per_user_day
     excluded = late.withColumn("reason", F.lit(LATE_REASON))
@@ -288,12 +289,21 @@ def exclude_events(
     capped_users = per_user.filter(F.col("count") > cap).select("day", "user_id")
     if capped_users.isEmpty():
         return on_time, excluded
-    order = Window.partitionBy("day", "user_id").orderBy("visible_ts", "event_ts", "event_id")
     of_capped = on_time.join(capped_users, ["day", "user_id"], "left_semi")
     of_others = on_time.join(capped_users, ["day", "user_id"], "left_anti")
-    ranked = of_capped.withColumn("rank_in_day", F.row_number().over(order))
-    is_above_cap = F.col("rank_in_day") > cap
-    kept = of_others.unionByName(ranked.filter(~is_above_cap).drop("rank_in_day"))
+    part = F.pmod(F.xxhash64("event_id"), F.lit(PARTS_OF_CAPPED_USER))
+    first_of_part, rest_of_part = _split_at_rank(of_capped, cap, "day", "user_id", part)
+    first, rest = _split_at_rank(first_of_part, cap, "day", "user_id")
     reason = F.lit(f"more than {cap:,} events of a user and day")
-    above_cap = ranked.filter(is_above_cap).drop("rank_in_day").withColumn("reason", reason)
-    return kept, excluded.unionByName(above_cap)
+    above_cap = rest_of_part.unionByName(rest).withColumn("reason", reason)
+    return of_others.unionByName(first), excluded.unionByName(above_cap)
+
+
+def _split_at_rank(
+    events: DataFrame, count: int, *group: str | Column
+) -> tuple[DataFrame, DataFrame]:
+    """The first events of each group to become visible, up to a count, and all others."""
+    order = Window.partitionBy(*group).orderBy("visible_ts", "event_ts", "event_id")
+    ranked = events.withColumn("rank", F.row_number().over(order))
+    is_first = F.col("rank") <= count
+    return ranked.filter(is_first).drop("rank"), ranked.filter(~is_first).drop("rank")

@@ -16,7 +16,7 @@ from etl.attributes import load_attributes
 from etl.erasure.erased_users import record_erased_users
 from etl.errors import UserError
 from etl.ingest.arrival import day_file_states, ingested_file_states
-from etl.ingest.named_events import NO_TOUCH
+from etl.ingest.named_events import NO_TOUCH, _drop_automated_users
 from etl.ingest.reprocess import reprocess_quarantine
 from etl.ingest.run import ingest
 from etl.spec import load_spec
@@ -258,6 +258,18 @@ def test_touches_of_placeholder_users_and_of_erased_users_are_not_followed(
     record_erased_users(lake, erased, (start + 100) * 10**6 + 3600 * 10**6, day)
     ingest(lake, raw, (day, day))
     assert stored_pixels(lake) == {"pperson"}
+
+
+def test_the_touches_of_a_placeholder_are_not_gathered_to_be_counted(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    cap = "buckets: 2\nmax_events_per_user_day: 40"
+    spec = load_spec(write_spec(tmp_path, ("buckets: 2", cap)))
+    user = "IF(id % 2 = 0, '0', CONCAT('u', id % 20)) AS user_id"
+    touches = spark.range(200).selectExpr(user, f"DATE '{DAYS[0]}' AS day", "id AS event_ts")
+    kept = _drop_automated_users(spec, touches)
+    assert {row["event_ts"] for row in kept.collect()} == set(range(1, 200, 2))
+    assert "Window" not in kept._jdf.queryExecution().executedPlan().toString()
 
 
 def stored_pixels(lake: Lake) -> set[str]:

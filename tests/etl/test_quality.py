@@ -2,9 +2,10 @@
 
 import gzip
 import json
+import random
 from collections import defaultdict
 from collections.abc import Iterator
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,26 @@ def test_the_event_cap_of_many_users_does_not_enlarge_the_query_plan(
     (latest,) = kept.agg(F.max("visible_ts")).collect()
     assert latest[0] == 3999, "the first events of the day are kept"
     assert "bot1999" not in kept._jdf.queryExecution().analyzed().toJSON()
+
+
+def test_the_event_cap_keeps_the_first_events_of_a_user_and_day(
+    shop: Lake, spark: SparkSession
+) -> None:
+    cap, rng = 30, random.Random(0)
+    days, users = [DAY_1, DAY_1 + timedelta(days=1)], ["bot", "bot", "bot", "person"]
+    events = [
+        (rng.choice(days), rng.choice(users), rng.randrange(40), rng.randrange(3), f"e{k}")
+        for k in range(400)
+    ]
+    expected = set()
+    for user_day in {event[:2] for event in events}:
+        expected |= {*sorted(event for event in events if event[:2] == user_day)[:cap]}
+    schema = "day date, user_id string, visible_ts long, event_ts long, event_id string"
+    frame = spark.createDataFrame(events, schema)
+    spec = shop.spec.model_copy(update={"max_events_per_user_day": cap})
+    kept, excluded = exclude_events(spec, frame, frame.limit(0))
+    assert sorted(map(tuple, kept.collect())) == sorted(expected)
+    assert sorted(row[:-1] for row in excluded.collect()) == sorted({*events} - expected)
 
 
 def test_an_unaccounted_record_stops_the_ingest_before_anything_is_written(
