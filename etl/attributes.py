@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import date
 
 from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F
@@ -41,6 +42,8 @@ from etl.tables.declared_columns import AUCTION_TYPES, auction_columns
 from etl.tables.lake import Lake, create_table
 from etl.tables.schemas import STATIC_DAY
 from etl.tables.weekly_snapshots import remove_snapshots_from
+
+LAST_DAY_PROPERTY = "gemline.last_day"  # of the loaded ones, if it only repeats versions
 
 
 def load_attributes(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
@@ -88,7 +91,8 @@ def _is_readable_for(lake: Lake, source: AttributeSource, days: DayRange) -> boo
     if source.is_partitioned_by_day:
         table = schemas.attributes(lake.spec, source.entity).name
         if source.stores_changes and lake.exists(table) and lake.count_rows(table):
-            check_no_later_days(lake, days)  # their versions were compared with those stored here
+            check_no_later_days(lake, days)
+            _check_no_later_versions(lake, table, days)
         return True
     latest = lake.latest_day("events")
     if latest and latest > days[1]:
@@ -103,6 +107,19 @@ def _is_readable_for(lake: Lake, source: AttributeSource, days: DayRange) -> boo
         "%s is a snapshot: its changes are valid from the end of %s on", source.location, days[1]
     )
     return True
+
+
+def _check_no_later_versions(lake: Lake, table: str, days: DayRange) -> None:
+    """Raise UserError if later days were loaded: they lack versions that repeat those of these."""
+    last_repeated = lake.open(table).metadata().configuration.get(LAST_DAY_PROPERTY)
+    latest = lake.latest_day(table)
+    if last_repeated is not None:
+        latest = max(latest or days[1], date.fromisoformat(last_repeated))
+    if latest is not None and latest > days[1]:
+        raise UserError(
+            f"attributes of {latest} have been loaded already, as changes of those of {days[0]} to "
+            f"{days[1]}: run all days up to it, --days {days[0]}:{latest}"
+        )
 
 
 def _write_source(
@@ -125,6 +142,10 @@ def _write_source(
             versions = changed_versions(lake, source, versions, first_day)
     schema = schemas.attributes(lake.spec, source.entity)
     spark_io.replace_partitions(lake, schema, versions, where, {})
+    stores_changes_by_day = source.stores_changes and source.is_partitioned_by_day
+    if stores_changes_by_day and lake.latest_day(schema.name) != days[1]:
+        last_day = {LAST_DAY_PROPERTY: str(days[1])}
+        lake.open(schema.name).alter.set_table_properties(last_day, raise_if_not_exists=False)
     if not source.static:
         build_version_snapshots(lake, source.entity, first_day)
 

@@ -190,3 +190,22 @@ def test_values_of_a_wrong_type_are_quarantined_and_too_many_are_refused(tmp_pat
 def test_a_static_source_has_no_day_in_its_path(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a static source is one file for all days"):
         lake_of(tmp_path, f"{BY_DAY}, static: true")
+
+
+@pytest.mark.usefixtures("spark")
+def test_a_day_is_not_loaded_again_without_later_ones_that_were_compared_with_it(
+    tmp_path: Path,
+) -> None:
+    """Day 3 repeats the version of day 2 and is not stored; events have not been ingested."""
+    text = SPEC.format(source=BY_DAY).replace("  user:", "  item:").replace("y: user", "y: item")
+    (tmp_path / "spec.yaml").write_text(text)
+    lake, raw = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml")), str(tmp_path)
+    for day, plan in ((DAY_1, "paid"), (DAY_2, "free"), (DAY_3, "free")):
+        write(tmp_path, f"users/{day}.json", user("item", plan))
+        load_attributes(lake, raw, (day, day))
+    assert [row["day"] for row in rows(lake, "attributes_item")] == [DAY_1, DAY_2]
+    write(tmp_path, f"users/{DAY_2}.json", user("item", "paid"))
+    with pytest.raises(UserError, match=f"of {DAY_3} have been loaded .* --days {DAY_2}:{DAY_3}"):
+        load_attributes(lake, raw, (DAY_2, DAY_2))
+    load_attributes(lake, raw, (DAY_2, DAY_3))
+    assert [row["day"] for row in rows(lake, "attributes_item")] == [DAY_1, DAY_3]
