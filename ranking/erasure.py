@@ -245,6 +245,8 @@ def remaining_traces(lake: Lake, *, has_old_versions: bool) -> list[str]:
         "it anew"
         for folder in _models_with_user_table(lake)
     ]
+    if resolve_uri(lake.root, "report.html").exists():
+        lines.append("report.html was made with the data of erased users: run `gemline report`")
     lines.append("raw logs, backups of the lake, and logs of services: delete the users there")
     return lines
 

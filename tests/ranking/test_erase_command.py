@@ -137,7 +137,7 @@ def test_an_erasure_removes_a_store_of_an_earlier_spec_that_cannot_be_rebuilt(
     earlier = own.spec.model_copy(update={"surfaces": surfaces})
     for version in ("one", "two"):
         end = own.spec.day_end(LAST)
-        store = build_feature_store(own, pointer.folder / version, end, lengths)
+        store = build_feature_store(own, Path(own.root, "feature_store", version), end, lengths)
         metadata = store.metadata.model_copy(update={"spec": earlier})
         with store.write_transaction() as txn:
             txn.put("meta", METADATA_KEY, metadata.model_dump_json().encode())
@@ -197,7 +197,10 @@ def test_what_remains_is_listed_with_the_day_on_which_it_goes(
         folder = tmp_path / "lake" / "models" / "gem" / seed / str(LAST)
         folder.mkdir(parents=True)
         (folder / "gem.json").write_text(json.dumps(config, indent=1))
+    assert not [line for line in remaining_traces(lake, has_old_versions=True) if "report" in line]
+    (tmp_path / "lake" / "report.html").write_text("<html></html>")
     lines = remaining_traces(lake, has_old_versions=True)
+    assert [line for line in lines if line.startswith("report.html was made with the data")]
     gone = datetime.now(UTC).date() + timedelta(days=31)
     expected = f"old versions of user_event_counts hold them until a `gemline etl vacuum` of {gone}"
     assert [line for line in lines if line.startswith(expected)]
