@@ -19,7 +19,9 @@ ITEM_TABLES = ("items", "item_versions")
 TEACHER_TABLES = ("teacher_predictions", "user_teacher_embeddings")
 EXAMPLE_TABLES = ("examples", "impressions", "history", *ITEM_TABLES)
 # Tables of which rankers read the days that they train on.
-TRAINING_TABLES: tuple[RetainedTable, ...] = ("examples", "impressions", "teacher_predictions")
+TRAINING_TABLES: tuple[RetainedTable, ...] = (
+    *("examples", "impressions", "teacher_predictions", "user_teacher_embeddings"),
+)
 SHORT_LABEL_WINDOW_SECONDS = 3600  # leaving out the labels of a day's last hour loses little data
 
 

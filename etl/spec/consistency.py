@@ -293,9 +293,11 @@ def _retention_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     slowest = max(objective.label_maturity_seconds for objective in spec.objectives.values())
     margin = RETENTION_MARGIN_DAYS * DAY
     open_days = slowest + spec.allowed_lateness + margin
-    forecast = spec.forecast.window + margin if spec.forecast else 0
+    forecast = spec.forecast.window if spec.forecast else 0
+    audits = max((audience.window for audience in spec.audiences.values()), default=0)
+    windows = {"scores": forecast, "audits": audits, "audience_counts": audits}
     for name, retention in spec.retention.items():
-        shortest = max(open_days, forecast if name == "scores" else 0)
+        shortest = max(open_days, windows.get(name, 0) + margin)
         if retention % DAY:
             yield ("retention", name), "write whole days, such as 60d"
         elif retention < shortest:

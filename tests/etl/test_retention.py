@@ -87,6 +87,13 @@ def test_what_the_last_write_recorded_outlives_the_other_entries_of_the_log(own:
         ("examples", "18d", "keep at least 19d"),
         ("impressions", "19d", None),
         ("teacher_predictions", "19d", None),
+        ("user_teacher_embeddings", "18d", "keep at least 19d"),
+        ("user_teacher_embeddings", "19d", None),
+        ("feature_statistics", "19d", None),
+        ("audits", "41d", "keep at least 42d"),
+        ("audience_counts", "41d", "keep at least 42d"),
+        ("audience_counts", "42d", None),
+        ("audience_labels", "400d", "audience_labels"),
         ("quarantine", "19d", None),
         ("excluded_events", "18d", "keep at least 19d"),
         ("scores", "20d", "keep at least 21d"),
@@ -98,7 +105,10 @@ def test_what_the_last_write_recorded_outlives_the_other_entries_of_the_log(own:
 def test_a_retention_that_later_steps_do_not_allow_is_refused(
     tmp_path: Path, table: str, retention: str, problem: str | None
 ) -> None:
-    """Labels mature for three days, events may be two days late, forecasts read seven days."""
+    """Labels mature for three days, events may be two days late.
+
+    Forecasts read seven days, estimates of the quality of labels 28.
+    """
     path = tmp_path / "spec.yaml"
     path.write_text(f"{SPEC.read_text()}\nretention: {{{table}: {retention}}}\n")
     if problem is None:
