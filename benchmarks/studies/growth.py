@@ -83,6 +83,7 @@ def age_lake(work: Path, days: int) -> list[StepCost]:
         costs_of_day = list(run_day(paths, age))
         with measured.open("a") as file:
             file.writelines(cost.model_dump_json() + "\n" for cost in costs_of_day)
+        remove_earlier_stores(paths, day_of(age))  # a day that is not recorded is measured again
         costs += costs_of_day
     return costs
 
@@ -95,7 +96,7 @@ def _read_costs(path: Path) -> list[StepCost]:
 
 def run_day(paths: PipelinePaths, age: int) -> Iterator[StepCost]:
     """Run the steps of the day with which the lake reaches an age; yields their costs."""
-    day = FIRST_DAY + timedelta(days=age - 1)
+    day = day_of(age)
     for step in data_steps(load_spec(paths.spec), paths, ("--days", f"{day}:{day}")):
         yield measure_cost(age, step.name, partial(run_steps_in_process, [step]))
     previous = store_folder(paths, day - timedelta(days=1)) / "data.mdb"
@@ -104,21 +105,33 @@ def run_day(paths: PipelinePaths, age: int) -> Iterator[StepCost]:
     yield cost.model_copy(update={"bytes_read": cost.bytes_read + size})  # mapped, not read
 
 
+def day_of(age: int) -> date:
+    """The day with which the lake reaches an age."""
+    return FIRST_DAY + timedelta(days=age - 1)
+
+
 def store_folder(paths: PipelinePaths, day: date) -> Path:
     """The folder of the feature store with all days until one."""
     return Path(paths.lake, "_stores", str(day))
 
 
 def build_store(paths: PipelinePaths, day: date) -> None:
-    """Build a feature store of all days until one, in place of that of the day before."""
+    """Build a feature store of all days until one, with the histories of the day before."""
     from etl.tables.lake import Lake
     from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 
     lake = Lake(paths.lake, load_spec(paths.spec))
     lengths = HistoryLengths(sequence="behaviour", events=256)
     previous, folder = store_folder(paths, day - timedelta(days=1)), store_folder(paths, day)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before it was recorded
     build_feature_store(lake, folder, lake.spec.day_end(day), lengths, [previous]).close()
-    shutil.rmtree(previous, ignore_errors=True)
+
+
+def remove_earlier_stores(paths: PipelinePaths, day: date) -> None:
+    """Remove all feature stores but that of a day."""
+    for folder in store_folder(paths, day).parent.iterdir():
+        if folder.name != str(day):
+            shutil.rmtree(folder)
 
 
 def measure_cost(age: int, step: str, run: Callable[[], object]) -> StepCost:
@@ -157,7 +170,10 @@ def total_cpu_seconds() -> float:
 
 
 def summarize(costs: list[StepCost], days: int) -> BenchmarkResult:
-    """The cost of each step at each age, and the largest growth from the first age to the last."""
+    """The cost of each step at each age, and the largest growth from the first age to the last.
+
+    Steps that were not measured at each age, such as renamed ones, are left out.
+    """
     ages = [age for age in AGES if age <= days] or [days]
     result = BenchmarkResult(
         "One more day, by the age of the lake in days",
@@ -166,16 +182,21 @@ def summarize(costs: list[StepCost], days: int) -> BenchmarkResult:
     ratios = {}
     for step in dict.fromkeys(cost.step for cost in costs):
         measured = [costs_at(costs, step, age) for age in ages]
+        if not all(measured):
+            continue
         megabytes = [mean(cost.bytes_read for cost in rows) / 1e6 for rows in measured]
         cpu = [median(cost.cpu_seconds for cost in rows) for rows in measured]
         cells = (f"{value:.2f}" for value in (*megabytes, *cpu))
         result.rows.append((step, *cells))
+        if len(ages) == 1:
+            continue
         ratios[f"{step} bytes"] = megabytes[-1] / megabytes[0]
         if cpu[-1] > MIN_CPU_SECONDS:
             ratios[f"{step} cpu"] = cpu[-1] / cpu[0]
     for name, ratio in ratios.items():
         result.record(f"{name.replace(' ', '_')}_ratio", ratio, "")
-    result.record("worst_step_ratio", max(ratios.values()), "")
+    reason = f"two ages are compared: run --days {AGES[1]} or more"
+    result.record("worst_step_ratio", max(ratios.values(), default=None), reason)
     return result
 
 

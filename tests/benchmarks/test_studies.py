@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.studies import history_length, prequential
+from benchmarks.harness import SIMULATOR_SPEC
+from benchmarks.studies import growth, history_length, prequential
 from benchmarks.studies.calibration import Served, largest, worst_surface
 from benchmarks.studies.position_truth import share_of_logged_outcomes
 from benchmarks.studies.refit_predictions import maturity_times
@@ -268,3 +269,47 @@ def test_the_share_of_logged_outcomes_is_that_of_all_final_labels(lake: Lake, ra
     share = share_of_logged_outcomes(lake, raw)
     np.testing.assert_allclose(share, expected)
     assert 0.5 < share[names.index("click")] < 1.5
+
+
+def growth_costs(step: str, ages: tuple[int, ...], bytes_read: int) -> list[growth.StepCost]:
+    """Costs of a step on the days that end at some ages."""
+    return [
+        growth.StepCost(
+            age=age - k, step=step, bytes_read=bytes_read * age, cpu_seconds=1, seconds=1
+        )
+        for age in ages
+        for k in range(growth.MEASURED_DAYS)
+    ]
+
+
+def test_the_growth_of_a_lake_is_the_largest_ratio_of_two_ages() -> None:
+    costs = growth_costs("history", (30, 90), 1000) + growth_costs("former name", (30,), 1000)
+    one_age, two_ages = growth.summarize(costs, 30), growth.summarize(costs, 90)
+    assert one_age.figures["worst_step_ratio"] is None
+    assert (
+        one_age.figures["worst_step_ratio_reason"] == "two ages are compared: run --days 90 or more"
+    )
+    assert two_ages.figures["worst_step_ratio"] == two_ages.figures["history_bytes_ratio"] == 3.0
+    assert [row[0] for row in two_ages.rows] == ["history"], "a step with two ages"
+
+
+def test_a_store_is_kept_until_the_costs_of_the_next_day_are_recorded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Otherwise a day that is measured again after a kill would build a store from nothing."""
+    paths, earlier = PipelinePaths(SIMULATOR_SPEC, "raw", str(tmp_path)), []
+
+    class BuiltStore:
+        def __init__(self, _lake: Lake, folder: Path, *inputs: object) -> None:
+            folder.mkdir(parents=True)
+            earlier.append([path.exists() for path in inputs[-1]])  # type: ignore[attr-defined]
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("ranking.feature_store.materialize.build_feature_store", BuiltStore)
+    for age in (1, 2, 2):  # the second day was killed before it was recorded
+        growth.build_store(paths, growth.day_of(age))
+    assert earlier == [[False], [True], [True]]
+    growth.remove_earlier_stores(paths, growth.day_of(2))
+    stores = growth.store_folder(paths, growth.day_of(2)).parent
+    assert [path.name for path in stores.iterdir()] == [str(growth.day_of(2))]
