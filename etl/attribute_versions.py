@@ -81,10 +81,10 @@ def build_version_snapshots(lake: Lake, entity: str, first_day: date) -> None:
     """Write the snapshots of a day and of later ones, up to the last day with versions."""
     schema = schemas.attribute_snapshots(lake.spec, entity)
     source = schemas.attributes(lake.spec, entity).name
-    build_snapshots(lake, schema, source, first_day, partial(readable_after, lake, entity))
+    build_snapshots(lake, schema, source, first_day, partial(snapshot_rows, lake, entity))
 
 
-def readable_after(lake: Lake, entity: str, day: date) -> DataFrame:
+def snapshot_rows(lake: Lake, entity: str, day: date) -> DataFrame:
     """The rows of the snapshot of a day, without static rows and without `day`.
 
     The first version of an item is kept: counters use its attributes.

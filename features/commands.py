@@ -61,7 +61,7 @@ def statistics(args: DayArgs) -> None:
 class DriftArgs(DayArgs):
     """Arguments of `features check-drift`."""
 
-    rows: Annotated[int, tyro.conf.arg(help="features that are printed"), Field(ge=1)] = 20
+    rows: Annotated[int, tyro.conf.arg(help="number of features to print"), Field(ge=1)] = 20
 
 
 def check_drift(args: DriftArgs) -> None:

@@ -22,7 +22,7 @@ from etl.tables import schemas, spark_io
 from etl.tables.declared_columns import item_counter_key_columns, number_column
 from etl.tables.lake import Lake
 from features.counters.counting import count_events
-from features.counters.key_leads import HOT_EVENTS, find_hot_leads
+from features.counters.key_prefixes import HOT_EVENTS, find_hot_prefixes
 from features.coverage import missing_attribute_counts
 from features.encoding.scalar import MISSING_CATEGORY
 from features.encoding.spark import encode_attribute, encode_local_time
@@ -90,7 +90,7 @@ def build_examples(lake: Lake, days: DayRange) -> dict[str, int]:
     versions = {name: lake.version(name) for name in names}
     counted_since = days[0] - timedelta(days=counter_horizon_days(spec))
     inputs = ExampleInputs.read(lake, versions, counted_since)
-    where, contract = spark_io.day_range_predicate(*days), schemas.examples(spec)
+    where, schema = spark_io.day_range_predicate(*days), schemas.examples(spec)
     with ExitStack() as stack:
         impressions = impressions_of_days(spec, inputs, days)
         impressions = stack.enter_context(spark_io.cached(impressions))
@@ -100,8 +100,8 @@ def build_examples(lake: Lake, days: DayRange) -> dict[str, int]:
         keys = _key_columns(spec, "as_of_ts", F.col("as_of_ts"))
         queries = impressions.select("impression_id", "as_of_ts", *keys)
         has_many = lake.count_rows("events", (first_input_day(spec, days), days[1])) >= HOT_EVENTS
-        hot_leads = find_hot_leads(spec, events) if has_many else None
-        counted = count_events(spec, events, queries, hot_leads)
+        hot_prefixes = find_hot_prefixes(spec, events) if has_many else None
+        counted = count_events(spec, events, queries, hot_prefixes)
         rows = impressions.join(counted, "impression_id")
         rows = rows.join(inputs.event_counts, "user_id", "left")
         rows = rows.withColumns(
@@ -114,8 +114,8 @@ def build_examples(lake: Lake, days: DayRange) -> dict[str, int]:
                 "item_known_since": F.when(_is_item_known("as_of_ts"), F.col("item_known_since")),
             }
         )
-        spark_io.replace_partitions(lake, contract, rows, where, versions)
-    return {"examples": lake.count_rows(contract.name, days)} | missing_attribute_counts(lake, days)
+        spark_io.replace_partitions(lake, schema, rows, where, versions)
+    return {"examples": lake.count_rows(schema.name, days)} | missing_attribute_counts(lake, days)
 
 
 def _counted_events(spec: DataSpec, inputs: ExampleInputs, days: DayRange) -> DataFrame:

@@ -26,12 +26,12 @@ def index_items(lake: Lake, days: DayRange) -> dict[str, int]:
     assigned index is never reused, not even if a corrected log no longer contains its item.
     """
     versions = {"events": lake.version("events")}
-    contract = schemas.items(lake.spec)
+    schema = schemas.items(lake.spec)
     items = _items_seen(lake, versions["events"], days)
     highest_index = schemas.RESERVED_ITEM_INDICES - 1
-    if lake.exists(contract.name):
-        versions["items"] = lake.version(contract.name)
-        stored = spark_io.read_table(lake, contract, versions["items"])
+    if lake.exists(schema.name):
+        versions["items"] = lake.version(schema.name)
+        stored = spark_io.read_table(lake, schema, versions["items"])
         indexed = stored.select("item_id", "item_index", F.col("day").alias("indexed_day"))
         items = items.join(indexed, "item_id", "full")
         is_rewritten = F.col("indexed_day").between(F.lit(days[0]), F.lit(days[1]))
@@ -45,8 +45,8 @@ def index_items(lake: Lake, days: DayRange) -> dict[str, int]:
         numbered = number_items(items.filter("item_index IS NULL"), highest_index + 1)
         rows = items.filter("item_index IS NOT NULL").select(numbered.columns).unionByName(numbered)
         where = spark_io.day_range_predicate(*days)
-        spark_io.replace_partitions(lake, contract, rows, where, versions)
-    return {"items": lake.count_rows(contract.name)} | build_item_versions(lake, days)
+        spark_io.replace_partitions(lake, schema, rows, where, versions)
+    return {"items": lake.count_rows(schema.name)} | build_item_versions(lake, days)
 
 
 def number_items(items: DataFrame, first_index: int) -> DataFrame:
@@ -90,7 +90,7 @@ def build_item_versions(lake: Lake, days: DayRange) -> dict[str, int]:
     Of the attributes that landed before their item was first seen, those that a request can read
     and the first version are stored on the day when it was.
     """
-    spec, contract = lake.spec, schemas.item_versions(lake.spec)
+    spec, schema = lake.spec, schemas.item_versions(lake.spec)
     versions = {name: lake.version(name) for name in ("items", "attributes_item")}
     items = spark_io.read_table(lake, schemas.items(spec), versions["items"])
     items = items.select("item_id", "item_index", F.col("day").alias("first_seen_day"))
@@ -108,10 +108,10 @@ def build_item_versions(lake: Lake, days: DayRange) -> dict[str, int]:
         columns[name] = F.when(value.isNotNull(), F.xxhash64(value))
     where = spark_io.day_range_predicate(*days)
     spark_io.replace_partitions(
-        lake, contract, rows.filter(where).withColumns(columns), where, versions
+        lake, schema, rows.filter(where).withColumns(columns), where, versions
     )
     build_first_item_versions(lake, days[0])
-    return {"item versions": lake.count_rows(contract.name)}
+    return {"item versions": lake.count_rows(schema.name)}
 
 
 def _readable_once_seen(spec: DataSpec, rows: DataFrame, days: DayRange) -> DataFrame:

@@ -121,10 +121,10 @@ def erase_users(lake: Lake, ids: list[str], before: date | None = None) -> dict[
     from etl.erasure.erased_users import erased_until, record_erased_users
     from etl.erasure.tables import ErasureScope, erase_from_tables
     from etl.runtime.spark import spark_session
-    from features.history.compact import assert_not_compacted
+    from features.history.compact import require_not_compacted
 
     if before is not None:
-        assert_not_compacted(lake, before)
+        require_not_compacted(lake, before)
     now = int(time.time())
     until_ts = erased_until(lake, before, now) * MICROS["s"]
     users = spark_session("erase").createDataFrame(pa.table({"user_id": ids}))

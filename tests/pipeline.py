@@ -47,8 +47,8 @@ def rows(lake: Lake, name: str) -> list[dict[str, Any]]:
     from etl.tables import schemas
     from etl.tables.arrow import snapshot
 
-    contract = schemas.table_schema(lake.spec, name)
-    table = snapshot(lake, contract).read().to_pylist()
+    schema = schemas.table_schema(lake.spec, name)
+    table = snapshot(lake, schema).read().to_pylist()
     for row in table:
         row.pop("history_version", None)
         row.pop("source_file", None)

@@ -20,7 +20,7 @@ from benchmarks.synthetic_data import IMPRESSION, generate_events
 from etl.spec import DataSpec, load_spec
 from etl.spec.counters import CounterSpec
 from features.counters.counting import count_events
-from features.counters.key_leads import HOT_EVENTS, find_hot_leads
+from features.counters.key_prefixes import HOT_EVENTS, find_hot_prefixes
 from features.examples import asof_join
 
 VALUES = ("event", "item", "type", "dwell_ms")
@@ -226,7 +226,7 @@ def measure_hot_key(result: BenchmarkResult, work: Path, events: int = 2_000_000
 
 
 def _sum_counters(spec: DataSpec, events: DataFrame, queries: DataFrame) -> None:
-    counted = count_events(spec, events, queries, find_hot_leads(spec, events, BENCH_HOT_EVENTS))
+    counted = count_events(spec, events, queries, find_hot_prefixes(spec, events, BENCH_HOT_EVENTS))
     counted.agg(*[F.sum(counter.column) for counter in spec.counters.columns]).collect()
 
 

@@ -21,7 +21,7 @@ from etl.ingest.readers import (
     raw_value,
     read_raw_records,
 )
-from etl.ingest.timestamps import local_date, parse_duration, parse_time
+from etl.ingest.timestamps import duration_micros, local_date, parse_time
 from etl.spec.attributes import LoggedAttribute
 from etl.spec.model import DataSpec
 from etl.spec.sources import EventLogSource, ImpressionLogSource, OutcomeColumns
@@ -287,7 +287,7 @@ def _outcome_event(spec: DataSpec, log: ImpressionLogSource, outcome: OutcomeCol
     """An outcome of an impression as a struct; null if its indicator is 0, false or missing."""
     delay = F.lit(0)
     if outcome.delay:
-        delay = F.coalesce(parse_duration(log.time_unit, raw_value(outcome.delay)), delay)
+        delay = F.coalesce(duration_micros(log.time_unit, raw_value(outcome.delay)), delay)
     event = F.struct(
         F.lit(spec.event_codes[outcome.event]).cast("tinyint").alias("type"),
         F.lit(f":{outcome.event}").alias("suffix"),
@@ -318,7 +318,7 @@ def _outcome_values(
     for name, value in values.items():
         yield name, F.when(occurred, value).otherwise(0)
     if outcome.delay:
-        delay = parse_duration(log.time_unit, raw_value(outcome.delay))
+        delay = duration_micros(log.time_unit, raw_value(outcome.delay))
         yield outcome.delay, F.when(occurred, delay).otherwise(0)
 
 

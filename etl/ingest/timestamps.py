@@ -22,7 +22,7 @@ def parse_time(spec: DataSpec, unit: TimeUnit, text: Column) -> Column:
     return _if_in_range(_parse_iso(spec, text) if unit == "iso" else _parse_micros(unit, text))
 
 
-def parse_duration(unit: TimeUnit, text: Column) -> Column:
+def duration_micros(unit: TimeUnit, text: Column) -> Column:
     """The µs of a number in a time unit (ms where times are ISO texts); null if not a number."""
     return _if_in_range(_parse_micros(unit, text))
 

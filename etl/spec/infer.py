@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from etl.errors import UserError
-from etl.spec.sample import Column, SourceSample, as_number, group_files, read_sample
+from etl.spec.sample import Column, SourceSample, as_number, group_by_path_pattern, read_sample
 from etl.spec.sample_events import (
     VIEW,
     SampledEvents,
@@ -31,7 +31,7 @@ def infer_spec(folder: Path) -> str:
 
     Raises UserError if no file looks like a log of events.
     """
-    samples = [read_sample(*group) for group in group_files(folder)]
+    samples = [read_sample(*group) for group in group_by_path_pattern(folder)]
     logs = [sample for sample in samples if sample.is_log]
     if not logs:
         seen = ", ".join(sample.pattern for sample in samples) or "no JSON, CSV or Parquet file"

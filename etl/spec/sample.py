@@ -155,7 +155,7 @@ class SourceSample:
         return {"user", "item", "event_time"} <= set(self.roles)
 
 
-def group_files(folder: Path) -> Iterator[tuple[str, str, list[Path]]]:
+def group_by_path_pattern(folder: Path) -> Iterator[tuple[str, str, list[Path]]]:
     """Path pattern, format and files of each group of files with the same pattern."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")

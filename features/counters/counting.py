@@ -1,7 +1,7 @@
 """Point-in-time counters: aggregations of the events before each impression, by key.
 
 The aggregation itself is NumPy on sorted arrays (features/counters/aggregations.py); Spark brings
-the rows that share the first part of a key together. Where that part is hot, such as a large
+the rows that share the prefix (first part) of a key together. Where it is hot, such as a large
 surface, its events are first summed by second and type, and its impressions of one second are one
 query, so that the rows of a key are bounded by the seconds of the longest window. What is counted
 distinctly is reduced to the registers of tiles of time.
@@ -22,14 +22,14 @@ from etl.spec.counters import CounterSpec
 from etl.spec.model import DataSpec
 from features.counters.aggregations import Aggregations, EventRows, count_all_before
 from features.counters.distinct_counts import MISSING_ENTRY
-from features.counters.key_leads import (
-    LEAD,
-    KeyLeads,
+from features.counters.key_prefixes import (
+    PREFIX,
+    KeyPrefixes,
     distinct_entry,
     entry_field,
     in_fixed_point,
-    leads_to_keys,
     number_field,
+    prefixes_to_keys,
 )
 from features.counters.numeric_columns import MISSING, Numbers
 from features.ragged import regroup_batches, run_starts
@@ -43,16 +43,16 @@ BY_SECOND_SCHEMA = "key int, key_hash bigint, ts bigint, values binary"
 
 
 def count_events(
-    spec: DataSpec, events: DataFrame, queries: DataFrame, hot_leads: DataFrame | None = None
+    spec: DataSpec, events: DataFrame, queries: DataFrame, hot_prefixes: DataFrame | None = None
 ) -> DataFrame:
     """`impression_id`, all counters of the spec, and `seen`: all `events` of the user before it.
 
     `events` have visible_ts, type, the columns that `aggregations` need, and a bigint column for
     each part of a key (`key_user`, ...); `queries` have impression_id, as_of_ts and the same key
     columns. What is counted distinctly has such a column in `events`, too; of items, it is
-    `item_hash`. `hot_leads` are those of `find_hot_leads`.
+    `item_hash`. `hot_prefixes` are those of `find_hot_prefixes`.
     """
-    leads, aggregations = KeyLeads.from_spec(spec), Aggregations.from_spec(spec)
+    prefixes, aggregations = KeyPrefixes.from_spec(spec), Aggregations.from_spec(spec)
     numbers = [
         in_fixed_point(spec, name).alias(number_field(name)) for name in aggregations.input_columns
     ]
@@ -60,17 +60,17 @@ def count_events(
         distinct_entry(part).alias(entry_field(part)) for part in aggregations.distinct_columns
     ]
     ts = F.col("visible_ts").alias("ts")
-    event_rows = leads.explode(events, ts, "type", *numbers, *entries)
-    query_rows = leads.explode(queries, F.col("as_of_ts").alias("ts"), "impression_id")
+    event_rows = prefixes.explode(events, ts, "type", *numbers, *entries)
+    query_rows = prefixes.explode(queries, F.col("as_of_ts").alias("ts"), "impression_id")
     of_hot = []
-    if hot_leads is not None:
-        hot = F.broadcast(hot_leads)
-        hot_rows = (rows.join(hot, [*LEAD], "left_semi") for rows in (event_rows, query_rows))
-        of_hot.append(count_by_second(spec, leads, *hot_rows))
+    if hot_prefixes is not None:
+        hot = F.broadcast(hot_prefixes)
+        hot_rows = (rows.join(hot, [*PREFIX], "left_semi") for rows in (event_rows, query_rows))
+        of_hot.append(count_by_second(spec, prefixes, *hot_rows))
         event_rows, query_rows = (
-            rows.join(hot, [*LEAD], "left_anti") for rows in (event_rows, query_rows)
+            rows.join(hot, [*PREFIX], "left_anti") for rows in (event_rows, query_rows)
         )
-    counted = count_by_impression(spec, leads, event_rows, query_rows)
+    counted = count_by_impression(spec, prefixes, event_rows, query_rows)
     counted = functools.reduce(DataFrame.unionByName, [counted, *of_hot])
     builder = _RowBuilder(spec.counters, aggregations.missing)
     rows = counted.repartition("impression_id").sortWithinPartitions("impression_id")
@@ -78,19 +78,19 @@ def count_events(
 
 
 def count_by_impression(
-    spec: DataSpec, leads: KeyLeads, events: DataFrame, queries: DataFrame
+    spec: DataSpec, prefixes: KeyPrefixes, events: DataFrame, queries: DataFrame
 ) -> DataFrame:
     """`impression_id`, `key` and the `values` of each impression and each key that it has.
 
     The number of all events of its user has the key SEEN_KEY.
     """
-    rows = _sort_by_group(queries.unionByName(events, allowMissingColumns=True), *LEAD)
-    counting = _ImpressionCounting(leads, Aggregations.from_spec(spec))
+    rows = _sort_by_group(queries.unionByName(events, allowMissingColumns=True), *PREFIX)
+    counting = _ImpressionCounting(prefixes, Aggregations.from_spec(spec))
     return rows.mapInArrow(counting.count_partition, COUNTED_SCHEMA)
 
 
 def count_by_second(
-    spec: DataSpec, leads: KeyLeads, events: DataFrame, queries: DataFrame
+    spec: DataSpec, prefixes: KeyPrefixes, events: DataFrame, queries: DataFrame
 ) -> DataFrame:
     """The rows of `count_by_impression`, from events that are summed by second first."""
     aggregations = Aggregations.from_spec(spec)
@@ -105,7 +105,7 @@ def count_by_second(
         ).alias(name)
         for name in map(number_field, aggregations.input_columns)
     ]
-    by_key = leads_to_keys(leads, events)
+    by_key = prefixes_to_keys(prefixes, events)
     by_second = by_key.groupBy(*key, "type").agg(F.count("*").alias("count"), *numbers)
     for part in aggregations.distinct_columns:
         types = [each.event_type for each in aggregations.distinct if each.column == part]
@@ -113,7 +113,7 @@ def count_by_second(
         entries = first_and_last_in_tiles(of_types, entry_field(part), min(spec.counters.windows))
         entries = entries.withColumn("count", F.lit(0).cast("bigint"))
         by_second = by_second.unionByName(entries, allowMissingColumns=True)
-    requested = leads_to_keys(leads, queries)
+    requested = prefixes_to_keys(prefixes, queries)
     rows = requested.select(*key).distinct().unionByName(by_second, allowMissingColumns=True)
     rows = _sort_by_group(rows, "key", "key_hash")
     counted = rows.mapInArrow(_SecondCounting(aggregations).count_partition, BY_SECOND_SCHEMA)
@@ -152,28 +152,28 @@ def _sort_by_group(rows: DataFrame, *columns: str) -> DataFrame:
 class _ImpressionCounting:
     """Counting of a partition's rows of events (without impression_id) and queries (with one)."""
 
-    leads: KeyLeads
+    prefixes: KeyPrefixes
     aggregations: Aggregations
 
     def count_partition(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """The values of each query of a partition that is sorted by `group`."""
         for table in regroup_batches(batches, "group"):
-            parts = table["lead_part"].to_numpy()
-            for lead_part in np.unique(parts).tolist():
-                rows = table.filter(pa.array(parts == lead_part)).combine_chunks()
-                yield from self._count_lead_part(rows, lead_part)
+            parts = table["prefix_part"].to_numpy()
+            for prefix_part in np.unique(parts).tolist():
+                rows = table.filter(pa.array(parts == prefix_part)).combine_chunks()
+                yield from self._count_prefix_part(rows, prefix_part)
 
-    def _count_lead_part(self, table: pa.Table, lead_part: int) -> Iterator[pa.RecordBatch]:
-        """The values of the keys that begin with one part."""
+    def _count_prefix_part(self, table: pa.Table, prefix_part: int) -> Iterator[pa.RecordBatch]:
+        """The values of the keys with one prefix."""
         is_query = table["impression_id"].is_valid().to_numpy()
         ts = table["ts"].to_numpy()
         ids = table["impression_id"].combine_chunks()
-        if lead_part == self.leads.user_part:
-            lead = table["lead"].to_numpy()
-            seen = count_all_before(lead[~is_query], ts[~is_query], lead[is_query], ts[is_query])
+        if prefix_part == self.prefixes.user_part:
+            user = table["prefix"].to_numpy()
+            seen = count_all_before(user[~is_query], ts[~is_query], user[is_query], ts[is_query])
             yield from _counted_batches(ids.drop_null(), SEEN_KEY, seen[:, None].astype(np.float64))
         for name, number in zip(
-            self.leads.hash_columns, self.leads.key_numbers(lead_part), strict=False
+            self.prefixes.hash_columns, self.prefixes.key_numbers(prefix_part), strict=False
         ):
             has_key, key = table[name].is_valid().to_numpy(), table[name].fill_null(0).to_numpy()
             is_counted = is_query & has_key

@@ -6,7 +6,7 @@ their maximum, so that those of a window follow from those of its parts, in any 
 often an event is seen (Flajolet et al., "HyperLogLog", 2007).
 
 The register and the rank of a value are one integer, its entry: `register * RANKS + rank`, and 0
-for a missing value. Spark makes the same entries: see features/counters/key_leads.py.
+for a missing value. Spark makes the same entries: see features/counters/key_prefixes.py.
 
 N events, R ranges, M registers.
 """

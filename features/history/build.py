@@ -43,16 +43,14 @@ def build_history(lake: Lake, days: DayRange) -> dict[str, int]:
     spec = lake.spec
     require_rebuildable(lake, days)
     versions = {name: lake.version(name) for name in ("events", "items")}
-    contract = schemas.history(spec)
+    schema = schemas.history(spec)
     remove_snapshots_from(lake, user_schemas.user_event_counts(spec), days[0])
     packed = pack_events(newly_visible_events(lake, versions, days))
     packed = packed.withColumn("bucket", spark_io.user_bucket(F.col("user_id"), spec.buckets))
     packed = packed.withColumns({"chunk": F.lit(None), "dropped": F.lit(0)})
-    spark_io.replace_partitions(
-        lake, contract, packed, spark_io.day_range_predicate(*days), versions
-    )
+    spark_io.replace_partitions(lake, schema, packed, spark_io.day_range_predicate(*days), versions)
     build_event_counts(lake, days[0])
-    return {"histories": lake.count_rows(contract.name, days)}
+    return {"histories": lake.count_rows(schema.name, days)}
 
 
 def newly_visible_events(lake: Lake, versions: dict[str, int], days: DayRange) -> DataFrame:

@@ -82,7 +82,7 @@ def due_compaction(lake: Lake, keep_days: int) -> date | None:
     return until if is_due else None
 
 
-def assert_not_compacted(lake: Lake, day: date) -> None:
+def require_not_compacted(lake: Lake, day: date) -> None:
     """Raises UserError if events before `day` are no longer stored separately from later ones."""
     until = compacted_until(lake)
     if until and lake.day_range("events")[0] < day <= until:

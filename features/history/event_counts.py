@@ -8,7 +8,7 @@ from pyspark.sql import functions as F
 from etl.tables import schemas, spark_io, user_schemas
 from etl.tables.lake import Lake
 from etl.tables.weekly_snapshots import build_snapshots
-from features.history.compact import assert_not_compacted, compacted_until
+from features.history.compact import compacted_until, require_not_compacted
 
 
 def build_event_counts(lake: Lake, first_day: date) -> None:
@@ -28,7 +28,7 @@ def event_counts_before(lake: Lake, history_version: int, day: date) -> DataFram
     That is the latest snapshot and the days of `history` since. A snapshot within the days that
     are compacted is of no use, because these are stored as one.
     """
-    assert_not_compacted(lake, day)
+    require_not_compacted(lake, day)
     history = spark_io.read_table(lake, schemas.history(lake.spec), history_version)
     events = (F.col("events") + F.col("dropped")).alias("events")
     rows = history.filter(F.col("day") < F.lit(day))

@@ -23,7 +23,7 @@ from etl.ingest.normalize import read_log
 from etl.ingest.preview import columns_without_values, preview_sources
 from etl.ingest.reprocess import reprocess_quarantine
 from etl.ingest.run import ingest
-from etl.ingest.timestamps import parse_duration, parse_time
+from etl.ingest.timestamps import duration_micros, parse_time
 from etl.spec import DataSpec, load_spec
 from etl.spec.file_source import TimeUnit
 from etl.spec.sources import AttributeSource
@@ -157,7 +157,7 @@ def test_integers_out_of_the_range_of_times_are_null(spark: SparkSession) -> Non
     """They may be in place of a missing value; a sum with them would stop the ingest of a day."""
     texts = [str(-(2**63)), str(2**63 - 1), "294247-01-10T04:00:54Z"]
     frame = spark.createDataFrame([(text,) for text in texts], "t string")
-    spec, duration = load_spec(Path("conf/specs/simulator.yaml")), parse_duration("us", F.col("t"))
+    spec, duration = load_spec(Path("conf/specs/simulator.yaml")), duration_micros("us", F.col("t"))
     times = [parse_time(spec, unit, F.col("t")) + duration for unit in ("us", "iso")]
     for row in frame.select(*times, duration).collect():
         assert all(value is None for value in row), row
@@ -167,7 +167,7 @@ def test_durations_are_rounded_down_to_microseconds(spark: SparkSession) -> None
     micros = [0, 1, 999_999, 1_000_000, 123_456_789_012]
     texts = [f"{value // 10**6}.{value % 10**6:06}" for value in micros]
     frame = spark.createDataFrame([(text,) for text in texts], "t string")
-    assert [row[0] for row in frame.select(parse_duration("s", F.col("t"))).collect()] == micros
+    assert [row[0] for row in frame.select(duration_micros("s", F.col("t"))).collect()] == micros
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import random
 import shutil
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,17 +181,20 @@ def test_validation_reads_only_rows_of_the_sampled_users_and_items(
     """Counters of keys without user and item are left out where they need too many events."""
     read: list[pa.Table] = []
 
-    def recorded(*args: Any) -> pa.Table:
-        read.append(read_files(*args))
-        return read[-1]
+    def recording(method: Callable[..., pa.Table]) -> Callable[..., pa.Table]:
+        def record(*args: Any, **kwargs: Any) -> pa.Table:
+            read.append(method(*args, **kwargs))
+            return read[-1]
 
-    read_files = Snapshot._read_files
-    monkeypatch.setattr(Snapshot, "_read_files", recorded)
+        return record
+
     monkeypatch.setattr(validation_inputs, "MAX_SHARED_EVENTS", 10)
-    examples = validation_inputs.sample_examples(lake, 3, seed=1)
-    assert sum(map(len, read)) == 3, "of examples, only the sampled rows are kept"
-    assert not [found for found in validate_examples(lake, 3, seed=1) if found[1]]
-    monkeypatch.setattr(Snapshot, "_read_files", read_files)
+    with monkeypatch.context() as recorded:
+        for method in (Snapshot.read, Snapshot.read_matching, Snapshot.take):
+            recorded.setattr(Snapshot, method.__name__, recording(method))
+        examples = validation_inputs.sample_examples(lake, 3, seed=1)
+        assert sum(map(len, read)) == 3, "of examples, only the sampled rows are kept"
+        assert not [found for found in validate_examples(lake, 3, seed=1) if found[1]]
     left_out = [key for key in lake.spec.counters.keys if not {"user", "item"} & {*key}]
     assert left_out and capsys.readouterr().out.count("are left out") == len(left_out)
     ids = {row["impression_id"] for row in examples}

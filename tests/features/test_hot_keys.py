@@ -15,7 +15,7 @@ from features.counters.counting import (
     count_events,
     first_and_last_in_tiles,
 )
-from features.counters.key_leads import find_hot_leads
+from features.counters.key_prefixes import find_hot_prefixes
 from tests.oracle.disorder import SPEC
 
 pytestmark = pytest.mark.spark
@@ -70,14 +70,14 @@ def test_counters_do_not_depend_on_which_keys_have_many_events(
     frames = spark.createDataFrame(events), spark.createDataFrame(queries)
     expected = count_events(spec, *frames).toArrow().sort_by("impression_id")
     assert len(expected) == QUERIES and np.count_nonzero(expected["seen"]) == QUERIES
-    leads = {}
+    prefixes = {}
     for min_events in (1, EVENTS // 2, EVENTS + 1):
-        hot = find_hot_leads(spec, frames[0], min_events)
-        leads[min_events] = hot.count()
+        hot = find_hot_prefixes(spec, frames[0], min_events)
+        prefixes[min_events] = hot.count()
         counted = count_events(spec, *frames, hot).toArrow().sort_by("impression_id")
         for name in expected.column_names:
             assert counted[name].to_pylist() == expected[name].to_pylist(), (min_events, name)
-    assert leads == {1: 30 + 2 + 2 + 3, EVENTS // 2: 2, EVENTS + 1: 0}, (
+    assert prefixes == {1: 30 + 2 + 2 + 3, EVENTS // 2: 2, EVENTS + 1: 0}, (
         "of items, surfaces, plans, hours"
     )
 

@@ -1,7 +1,7 @@
-"""The rows of counters: events and impressions, once for each first part of their keys.
+"""The rows of counters: events and impressions, once for each prefix of their keys.
 
-Keys that begin with the same part, such as the user, are counted together, so that rows are moved
-once per first part and not once per key.
+A prefix is the first part of a key, such as the user. Keys with the same prefix are counted
+together, so that rows are moved once per prefix and not once per key.
 """
 
 import functools
@@ -22,19 +22,19 @@ from features.counters.distinct_counts import (
 )
 from features.counters.numeric_columns import fixed_point_of
 
-HOT_EVENTS = 1_000_000  # from so many events on, a first part of a key is hot
-LEAD = ("lead_part", "lead")  # number and value of the first part of a key
+HOT_EVENTS = 1_000_000  # from so many events on, a prefix is hot
+PREFIX = ("prefix_part", "prefix")  # number and value of the first part of a key
 
 
 @dataclass(frozen=True)
-class KeyLeads:
-    """The keys of a spec by their first part, such as the user; `keys` have numbers from 0 on."""
+class KeyPrefixes:
+    """The keys of a spec by prefix; `keys` have numbers from 0 on, and `parts` are the prefixes."""
 
     keys: tuple[CounterKey, ...]
     parts: tuple[str, ...]
 
     @classmethod
-    def from_spec(cls, spec: DataSpec) -> "KeyLeads":
+    def from_spec(cls, spec: DataSpec) -> "KeyPrefixes":
         """The keys that a spec declares."""
         keys = spec.counters.keys
         return cls(keys, tuple(dict.fromkeys(("user", *(key[0] for key in keys)))))
@@ -44,55 +44,58 @@ class KeyLeads:
         """The number of the part `user`, which is always there."""
         return self.parts.index("user")
 
-    def key_numbers(self, lead_part: int) -> list[int]:
+    def key_numbers(self, prefix_part: int) -> list[int]:
         """The numbers of the keys that begin with a part."""
-        return [n for n, key in enumerate(self.keys) if key[0] == self.parts[lead_part]]
+        return [n for n, key in enumerate(self.keys) if key[0] == self.parts[prefix_part]]
 
     @property
     def hash_columns(self) -> list[str]:
-        """Columns with the hashes of the keys of one first part: `key_hash_0`, …."""
+        """Columns with the hashes of the keys of one prefix: `key_hash_0`, …."""
         most_keys = max(len(self.key_numbers(number)) for number in range(len(self.parts)))
         return [f"key_hash_{position}" for position in range(most_keys)]
 
     def explode(self, rows: DataFrame, *columns: Column | str) -> DataFrame:
-        """A row for each row and each first part that it has.
+        """A row for each row and each prefix that it has.
 
-        `lead_part`, `lead`, the hashes of its keys (null where a part is missing) and the columns.
+        `prefix_part`, `prefix`, the hashes of its keys (null where a part is missing), and the
+        columns.
         """
         of_parts = []
-        for lead_part, part in enumerate(self.parts):
-            hashes = [_hash_key(self.keys[number]) for number in self.key_numbers(lead_part)]
+        for prefix_part, part in enumerate(self.parts):
+            hashes = [_hash_key(self.keys[number]) for number in self.key_numbers(prefix_part)]
             padding = [F.lit(None)] * (len(self.hash_columns) - len(hashes))
             named = zip(self.hash_columns, (*hashes, *padding), strict=True)
             of_parts.append(
                 F.struct(
-                    F.lit(lead_part).alias("lead_part"),
-                    F.col(f"key_{part}").alias("lead"),
+                    F.lit(prefix_part).alias("prefix_part"),
+                    F.col(f"key_{part}").alias("prefix"),
                     *[value.cast("bigint").alias(name) for name, value in named],
                 )
             )
         exploded = rows.select(*columns, F.inline(F.array(*of_parts)))
-        return exploded.filter("lead IS NOT NULL")
+        return exploded.filter("prefix IS NOT NULL")
 
 
-def find_hot_leads(spec: DataSpec, events: DataFrame, min_events: int = HOT_EVENTS) -> DataFrame:
-    """The first parts of keys, other than users, with at least so many events; few rows."""
-    leads = KeyLeads.from_spec(spec)
-    rows = leads.explode(events, "type").filter(F.col("lead_part") != leads.user_part)
-    return rows.groupBy(*LEAD).count().filter(F.col("count") >= min_events).select(*LEAD)
+def find_hot_prefixes(spec: DataSpec, events: DataFrame, min_events: int = HOT_EVENTS) -> DataFrame:
+    """The prefixes other than users with at least so many events; few rows."""
+    prefixes = KeyPrefixes.from_spec(spec)
+    rows = prefixes.explode(events, "type").filter(F.col("prefix_part") != prefixes.user_part)
+    return rows.groupBy(*PREFIX).count().filter(F.col("count") >= min_events).select(*PREFIX)
 
 
-def leads_to_keys(leads: KeyLeads, rows: DataFrame) -> DataFrame:
-    """A row for each key of each row of `KeyLeads.explode`: `key`, `key_hash`, other columns."""
+def prefixes_to_keys(prefixes: KeyPrefixes, rows: DataFrame) -> DataFrame:
+    """A row for each key of each row of `KeyPrefixes.explode`: `key`, `key_hash`, other columns."""
     pairs = [
         F.struct(
-            F.when(F.col("lead_part") == lead_part, F.lit(number)).alias("key"),
+            F.when(F.col("prefix_part") == prefix_part, F.lit(number)).alias("key"),
             F.col(name).alias("key_hash"),
         )
-        for lead_part in range(len(leads.parts))
-        for name, number in zip(leads.hash_columns, leads.key_numbers(lead_part), strict=False)
+        for prefix_part in range(len(prefixes.parts))
+        for name, number in zip(
+            prefixes.hash_columns, prefixes.key_numbers(prefix_part), strict=False
+        )
     ]
-    others = [name for name in rows.columns if name not in (*LEAD, *leads.hash_columns)]
+    others = [name for name in rows.columns if name not in (*PREFIX, *prefixes.hash_columns)]
     keys = rows.select(*others, F.inline(F.array(*pairs)))
     return keys.filter("key IS NOT NULL AND key_hash IS NOT NULL")
 
