@@ -26,6 +26,7 @@ from ranking.serving.worker import Worker
 from ranking.student.config import StudentConfig
 from ranking.student.trained import TrainedStudent, new_student
 from tests.conftest import LAST
+from tests.ranking.forecasts import EVERYTHING, World
 from tests.ranking.served import ITEMS, advertised
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
@@ -43,6 +44,16 @@ SMALL = StudentConfig(
 FITTED = PlattScaling(slope=1.1, intercept=-0.2)
 EVE = LAST - timedelta(days=1)
 MOST_BYTES = 1_000_000
+
+
+@pytest.fixture(scope="session")
+def sampled_world() -> World:
+    return World(0, 4000)
+
+
+@pytest.fixture(scope="session")
+def complete_world() -> World:
+    return World(0, EVERYTHING)
 
 
 @pytest.fixture(scope="session")

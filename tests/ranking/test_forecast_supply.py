@@ -1,0 +1,68 @@
+"""The supply of a flight: weekdays and trend, surfaces, and days that stand for it."""
+
+from dataclasses import replace
+from datetime import date, timedelta
+
+import numpy as np
+import pytest
+
+from benchmarks.studies.forecast_world import sampled_days
+from ranking.forecast.seasonality import days_after, forecast_days, similar_days
+from ranking.forecast.targeting import parse_targeting
+from tests.ranking.forecasts import World
+
+
+def test_weekdays_and_trend_are_found_and_last_week_is_repeated_where_that_was_better() -> None:
+    rng = np.random.default_rng(0)
+    days = [date(2026, 1, 5) + timedelta(days=k) for k in range(42)]
+    week = np.array([1, 1, 1, 1, 1.2, 1.5, 1.4])
+    level = 1000 * np.exp(0.01 * np.arange(49))
+    truth = level * np.tile(week, 7)
+    noise = np.exp(0.02 * rng.standard_normal(42))
+    history = dict(zip(days, truth[:42] * noise, strict=True))
+    found = forecast_days(history, days_after(days[-1], 7))
+    assert found.backtest and found.backtest.model_error < found.backtest.repeat_error
+    assert found.impressions.sum() == pytest.approx(truth[42:].sum(), rel=0.02)
+    sundays = np.tile([100.0, 100, 100, 100, 100, 100, 8000], 6)  # more than the prior allows for
+    repeated = forecast_days(dict(zip(days, sundays, strict=True)), days_after(days[-1], 7))
+    assert repeated.backtest and repeated.backtest.repeat_error < repeated.backtest.model_error
+    assert np.allclose(repeated.impressions, sundays[:7])
+
+
+def test_a_weekday_without_logs_has_the_level_of_the_last_week_where_weeks_are_repeated() -> None:
+    days = [date(2026, 1, 5) + timedelta(days=k) for k in range(42)]
+    values = dict(zip(days, [100.0, 100, 100, 100, 100, 8000, 100] * 6, strict=True))
+    history = {day: value for day, value in values.items() if day.weekday() != 6}
+    found = forecast_days(history, days_after(days[-1], 7))
+    assert found.backtest and found.backtest.repeat_error < found.backtest.model_error
+    last_week = list(history.values())[-7:]
+    assert found.impressions.tolist() == [100, 100, 100, 100, 100, 8000, np.mean(last_week)]
+
+
+def test_a_targeting_on_a_surface_grows_with_it_whatever_else_it_names(
+    complete_world: World,
+) -> None:
+    supply = {name: {**by_day} for name, by_day in complete_world.tables.supply.items()}
+    for back, day in enumerate(sorted(supply["reels"], reverse=True)):
+        supply["reels"][day] *= 0.97**back
+    forecaster = replace(
+        complete_world.forecaster, tables=replace(complete_world.tables, supply=supply)
+    )
+    window = complete_world.tables.window
+
+    def growth_of(text: str) -> float:
+        targeting = parse_targeting(text, complete_world.tables.domain)
+        return forecaster._growth(targeting, days_after(window[-1], 7), window).ratio
+
+    reels = growth_of("surface = 'reels'")
+    assert reels > 1.1 * growth_of("") and growth_of("signup_days < 50") == growth_of("")
+    assert growth_of("surface = 'reels' and signup_days < 50") == reels
+    others = "not surface in ('feed', 'messaging')"
+    assert growth_of(f"{others} and (age = 'age01' or tier = 'tier01')") == reels
+
+
+def test_a_flight_is_matched_with_days_of_its_weekdays() -> None:
+    window = sampled_days()  # Monday to Sunday
+    weekend = [date(2026, 3, 14), date(2026, 3, 15)]
+    assert similar_days(weekend, window) == (date(2026, 3, 7), date(2026, 3, 8))
+    assert similar_days(weekend, window[:3]) == (window[1], window[2])
