@@ -117,7 +117,7 @@ class Scale:
         By the delta method: size and supply divide out; spend and events of an impression are taken
         to vary on their own, which makes the interval too wide rather than too narrow.
         """
-        relative = self._own_variance(sums, SPEND) + self._own_variance(sums, quantity)
+        relative = sum(_own_variance(sums, of, self.in_flight) for of in (SPEND, quantity))
         relative += 2.0 * self.noise.relative_variance(self.answered_users(counted))
         found = to_interval(gamma_estimate(value, relative * value**2))
         return found.rounded(3 - math.floor(math.log10(value))) if value > 0 else found
@@ -138,17 +138,9 @@ class Scale:
     ) -> Interval:
         """The estimate of a quantity; what it is per user or impression varies on its own."""
         of_noise = self.noise.relative_variance(self.answered_users(counted))
-        relative = size_variance + self._own_variance(sums, quantity) + of_noise
+        relative = size_variance + _own_variance(sums, quantity, self.in_window) + of_noise
         mean = sums.totals[quantity] * factor * self.noise_factor(quantity, counted)
         return to_interval(gamma_estimate(mean, relative * mean**2))
-
-    def _own_variance(self, sums: SampleSums, quantity: int) -> float:
-        """The relative variance of a quantity per user or impression of the segment."""
-        base = USERS if quantity == USERS else IMPRESSIONS
-        total, of_flight = sums.totals[quantity], self.in_flight.totals[base]
-        of_total = sums.variances()[quantity] / max(total, 1e-300) ** 2
-        of_base = self.in_flight.variances()[base] / max(of_flight, 1e-300) ** 2
-        return max(float(of_total - of_base), 0.0)
 
     def noise_factor(self, quantity: int, counted: SampleSums) -> float:
         """What a quantity of the users that sums count is multiplied by."""
@@ -157,6 +149,16 @@ class Scale:
         if quantity != USERS and total > 0:
             largest = max(largest, min(float(counted.largest[quantity] / total), 1.0))
         return self.noise.draw(str(quantity), counted.key, total, largest)
+
+
+def _own_variance(sums: SampleSums, quantity: int, base: SampleSums) -> float:
+    """The relative variance of a quantity per user or impression that the base sums."""
+    per = USERS if quantity == USERS else IMPRESSIONS
+    of_total, of_base = (
+        float(found.variances()[of]) / max(float(found.totals[of]), 1e-300) ** 2
+        for found, of in ((sums, quantity), (base, per))
+    )
+    return max(of_total - of_base, 0.0)
 
 
 def _relative_variance(estimate: Estimate) -> float:
