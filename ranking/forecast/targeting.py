@@ -30,6 +30,7 @@ from ranking.forecast.conditions import (
 )
 
 MAX_LENGTH = 2000  # characters of a targeting
+MAX_DEPTH = 100  # of conditions within conditions, which are read recursively
 PREFIX = "SELECT 1 FROM t WHERE (\n"
 COMPARISONS = {
     "COMPARE_EQUAL": "=",
@@ -109,10 +110,18 @@ def parse_targeting(text: str, domain: Domain) -> Targeting:
         raise TargetingError(f"it has {len(text):,} characters, at most {MAX_LENGTH:,}", MAX_LENGTH)
     if not text.strip():
         return Targeting(None, domain)
-    condition = _Reader(domain).read(_parse_where(text))
+    try:
+        condition = _Reader(domain).read(_parse_where(text))
+    except RecursionError:
+        raise _too_deep() from None
     targeting = Targeting(condition, domain)
     targeting.allowed_values()  # raises for contradictions
     return targeting
+
+
+def _too_deep() -> TargetingError:
+    text = f"conditions are nested more than {MAX_DEPTH} deep: remove parentheses and not"
+    return TargetingError(text, 1)
 
 
 def _parse_where(text: str) -> dict[str, Any]:
@@ -173,13 +182,16 @@ class _Reader:
 
     domain: Domain
 
-    def read(self, node: Mapping[str, Any]) -> Condition:
+    def read(self, node: Mapping[str, Any], depth: int = 0) -> Condition:
         kind = node["type"]
+        if depth > MAX_DEPTH:
+            raise _too_deep()
         if kind in ("CONJUNCTION_AND", "CONJUNCTION_OR"):
             operator = "and" if kind == "CONJUNCTION_AND" else "or"
-            return Junction(operator, tuple(map(self.read, node["children"])))
+            children = (self.read(child, depth + 1) for child in node["children"])
+            return Junction(operator, tuple(children))
         if kind == "OPERATOR_NOT":
-            return Not(self.read(node["children"][0]))
+            return Not(self.read(node["children"][0], depth + 1))
         if kind in ("COMPARE_IN", "COMPARE_NOT_IN"):
             name = self._attribute(node["children"][0])
             values = [self._value(name, child) for child in node["children"][1:]]

@@ -47,6 +47,22 @@ def test_a_targeting_that_cannot_be_used_is_refused_with_the_position(
     assert error.value.position == position
 
 
+@pytest.mark.parametrize("depth", [101, 200, 300, 390, 480])
+@pytest.mark.parametrize("nested", ["not ", "not (", "hour = 1 or not ("])
+def test_conditions_that_are_nested_too_deeply_are_refused_with_a_position(
+    nested: str, depth: int
+) -> None:
+    text = nested * depth + "country = 'US'" + ")" * (nested.count("(") * depth)
+    with pytest.raises(TargetingError, match=r"nested more than 100 deep|at most 2,000") as error:
+        parse_targeting(text, DOMAIN)
+    assert error.value.position == (1 if len(text) <= 2000 else 2000)
+
+
+def test_conditions_that_are_nested_less_deeply_are_read() -> None:
+    targeting = parse_targeting("not " * 100 + "country = 'US'", DOMAIN)
+    assert targeting.box() == {"country": frozenset({"US"})}
+
+
 @pytest.mark.parametrize("mistake", ["contry = 'US'", "and country = 'US'"])
 def test_positions_count_characters_also_after_letters_of_several_bytes(mistake: str) -> None:
     with pytest.raises(TargetingError) as error:
