@@ -59,7 +59,7 @@ def read_campaign_days(path: Path, groups: tuple[str, ...], currency: str | None
     the currency is not given or not unique, or a campaign has too few days with spend, or none of
     late.
     """
-    return campaign_table(str(path), _read_table(path), groups, currency)
+    return campaign_table(str(path), _read_table(path, groups), groups, currency)
 
 
 def campaign_table(
@@ -113,18 +113,24 @@ def campaign_table(
     )
 
 
-def _read_table(path: Path) -> pa.Table:
+def _read_table(path: Path, groups: tuple[str, ...]) -> pa.Table:
     if path.is_dir() and DeltaTable.is_deltatable(str(path)):
         return usable_campaigns(DeltaTable(path).to_pyarrow_table())
-    return read_rows(path)
+    return read_rows(path, ("campaign", "currency", *groups))
 
 
-def read_rows(path: Path) -> pa.Table:
-    """The rows of a CSV or Parquet file; raises UserError if it is neither."""
+def read_rows(path: Path, texts: tuple[str, ...]) -> pa.Table:
+    """The rows of a CSV or Parquet file; raises UserError if it is neither.
+
+    The columns `texts` of a CSV file are read as they are written: 007 and 7 are two campaigns.
+    """
     if not path.is_file():
         raise UserError(f"{path}: no such file")
+    as_text = pa_csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string()))
     try:
-        return pq.read_table(path) if path.suffix == ".parquet" else pa_csv.read_csv(path)
+        return pq.read_table(path) if path.suffix == ".parquet" else pa_csv.read_csv(
+            path, convert_options=as_text
+        )  # fmt: skip
     except pa.ArrowInvalid as error:
         raise UserError(f"{path} is neither CSV nor Parquet: {error}") from None
 
@@ -222,7 +228,8 @@ def _most_frequent_known(
     column: pa.ChunkedArray, index: npt.NDArray[np.intp], count: int
 ) -> npt.NDArray[np.str_]:
     """The most frequent value (C) of each campaign's rows that is known, else `unknown`."""
-    texts = column.cast(pa.string()).fill_null(UNKNOWN).to_numpy().astype(str)
+    texts = column.cast(pa.string()).fill_null("").to_numpy().astype(str)
+    texts = np.where(np.char.strip(texts) == "", UNKNOWN, texts)
     values, code = np.unique(texts, return_inverse=True)
     rows = np.zeros((count, len(values)))
     np.add.at(rows, (index, code), texts != UNKNOWN)

@@ -27,7 +27,7 @@ def read_limits(
     low, high = np.full(len(campaigns), minimum), np.full(len(campaigns), np.inf)
     if path is None:
         return low, high
-    table = read_rows(path)
+    table = read_rows(path, ("campaign",))
     given = [name for name in ("minimum", "maximum") if name in table.column_names]
     if "campaign" not in table.column_names or not given:
         raise UserError(

@@ -16,6 +16,7 @@ from etl.array_types import Bools, Float64
 from etl.errors import UserError
 from gemline import main
 from ranking.roi.campaign_days import read_campaign_days
+from ranking.roi.campaign_limits import read_limits
 from ranking.roi.curves import CampaignDays, ResponseCurves, fit_curves
 from tests.ranking.campaigns import COUNT, SCALES, market, true_conversions, write_campaign_days
 
@@ -141,6 +142,27 @@ def test_rows_of_one_campaign_and_day_are_summed(tmp_path: Path) -> None:
     np.testing.assert_allclose(found.current, expected.current)
     np.testing.assert_allclose(found.value_per_conversion, expected.value_per_conversion)
     np.testing.assert_allclose(fit_curves(found.days).mean, fit_curves(expected.days).mean)
+
+
+def test_names_of_digits_are_read_as_they_are_written(tmp_path: Path) -> None:
+    """007 and 7 are two campaigns, 1.10 and 1.1 two verticals, 0 is no currency of 000."""
+    days, _, _ = market(3, days=4)
+    names = ["007", "7", *(f"{c:03d}" for c in range(10, 8 + COUNT))]
+    verticals = ["1.10", "1.1", *["2"] * (COUNT - 3), ""]
+    file = write_campaign_days(
+        tmp_path / "days.csv",
+        days,
+        campaign=[names[c] for c in days.campaign],
+        vertical=[verticals[c] for c in days.campaign],
+        currency=["000"] * len(days.spend),
+    )
+    found = read_campaign_days(file, ("vertical",), None)
+    groups = dict(zip(found.days.campaigns, found.days.groups[:, 0].tolist(), strict=True))
+    assert list(groups) == sorted(names) and found.currency == "000"
+    assert [groups[name] for name in names] == [*verticals[:-1], "unknown"]
+    (tmp_path / "limits.csv").write_text("campaign,maximum\n007,5\n")
+    _, high = read_limits(tmp_path / "limits.csv", found.days.campaigns, 0.0)
+    assert high[0] == 5 and np.isinf(high[1:]).all()
 
 
 @pytest.mark.parametrize("name", ["campaign", "day", "currency"])
