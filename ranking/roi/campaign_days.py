@@ -1,5 +1,6 @@
 """Campaign days from a file: what each campaign spent on a day, and what came of it."""
 
+from collections import Counter
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -120,19 +121,31 @@ def _read_table(path: Path, groups: tuple[str, ...]) -> pa.Table:
 
 
 def read_rows(path: Path, texts: tuple[str, ...]) -> pa.Table:
-    """The rows of a CSV or Parquet file; raises UserError if it is neither.
+    """The rows of a CSV or Parquet file; raises UserError if it is neither, or repeats a column.
 
     The columns `texts` of a CSV file are read as they are written: 007 and 7 are two campaigns.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file")
-    as_text = pa_csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string()))
     try:
-        return pq.read_table(path) if path.suffix == ".parquet" else pa_csv.read_csv(
-            path, convert_options=as_text
-        )  # fmt: skip
+        table = pq.read_table(path) if path.suffix == ".parquet" else _read_csv(path, texts)
     except pa.ArrowInvalid as error:
         raise UserError(f"{path} is neither CSV nor Parquet: {error}") from None
+    repeated = [name for name, columns in Counter(table.column_names).items() if columns > 1]
+    if repeated:
+        raise UserError(f"{path} has several columns {repeated[0]}: keep one")
+    return table
+
+
+def _read_csv(path: Path, texts: tuple[str, ...]) -> pa.Table:
+    with pa.input_stream(str(path)) as stream:  # which reads compressed files, too
+        content = stream.read()
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not encoded in UTF-8: convert it, such as by iconv") from None
+    as_text = pa_csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string()))
+    return pa_csv.read_csv(pa.py_buffer(content), convert_options=as_text)
 
 
 def _require_columns(source: str, table: pa.Table, names: tuple[str, ...]) -> None:

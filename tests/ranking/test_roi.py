@@ -165,6 +165,25 @@ def test_names_of_digits_are_read_as_they_are_written(tmp_path: Path) -> None:
     assert high[0] == 5 and np.isinf(high[1:]).all()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace("c00", "Café").encode("latin-1"), "is not encoded in UTF-8"),
+        (lambda text: text.encode("utf-16"), "is not encoded in UTF-8"),
+        (lambda text: text.replace("value", "spend", 1).encode(), "has several columns spend"),
+        (lambda text: text.replace("vertical", "day", 1).encode(), "has several columns day"),
+    ],
+)
+def test_csv_of_another_encoding_or_with_repeated_columns_is_refused(
+    tmp_path: Path, change: Callable[[str], bytes], message: str
+) -> None:
+    days, _, _ = market(3, days=4)
+    file = write_campaign_days(tmp_path / "days.csv", days)
+    file.write_bytes(change(file.read_text()))
+    with pytest.raises(UserError, match=message):
+        read_campaign_days(file, (), None)
+
+
 @pytest.mark.parametrize("name", ["campaign", "day", "currency"])
 def test_parquet_with_nulls_and_an_empty_option_are_refused(tmp_path: Path, name: str) -> None:
     days, _, _ = market(3, days=4)
