@@ -3,7 +3,9 @@
     log y_t = level + slope t + weekday effect
 
 is fitted by ridge regression with exponential forgetting. Where forecasts of past weeks by it were
-worse than repeating the week before them, the last week is repeated.
+worse than repeating the week before them, the last week is repeated. The error is the root mean
+square of forecasts of as many days, a week at most, one week ahead; it grows with the weeks ahead,
+as that of a trend does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +27,7 @@ MIN_DAYS = 2 * WEEK  # below, the level is the mean of the last week
 
 @dataclass(frozen=True)
 class Backtest:
-    """Mean absolute errors of forecasts of past weeks, as shares of what the weeks brought."""
+    """Root mean square errors of forecasts of past days, as shares of what these brought."""
 
     model_error: float
     repeat_error: float
@@ -43,29 +45,30 @@ class DailyForecast:
 def forecast_days(history: Mapping[date, float], days: Sequence[date]) -> DailyForecast:
     """The impressions of some later days, from those of past days without gaps."""
     past = sorted(history)
+    weeks = (days[-1] - past[-1] - timedelta(days=1)).days // WEEK + 1
     values = np.array([max(float(history[day]), 1.0) for day in past])
     if len(past) < MIN_DAYS:
         level = float(values[-WEEK:].mean())
-        return DailyForecast(np.full(len(days), level), DEFAULT_RELATIVE_ERROR, None)
-    backtest = backtest_weeks(past, values)
+        return DailyForecast(np.full(len(days), level), weeks * DEFAULT_RELATIVE_ERROR, None)
+    backtest = backtest_weeks(past, values, min(len(days), WEEK))
     is_better = backtest is None or backtest.model_error <= backtest.repeat_error
     predict = _predict_model if is_better else _repeat_week
     errors = [] if backtest is None else [backtest.model_error, backtest.repeat_error]
     error = max(MIN_RELATIVE_ERROR, min(errors, default=DEFAULT_RELATIVE_ERROR))
-    return DailyForecast(predict(past, values, days), error, backtest)
+    return DailyForecast(predict(past, values, days), weeks * error, backtest)
 
 
-def backtest_weeks(past: Sequence[date], values: Float64) -> Backtest | None:
-    """Forecast each past week from the days before it; None if there are too few days."""
+def backtest_weeks(past: Sequence[date], values: Float64, length: int) -> Backtest | None:
+    """Forecast as many days from those before them; None if there are too few days."""
     model: list[float] = []
     repeat: list[float] = []
     for end in range(MIN_DAYS, len(past) - WEEK + 1, WEEK // 2):
-        before, week = slice(0, end), slice(end, end + WEEK)
-        total = values[week].sum()
+        before, after = slice(0, end), slice(end, end + length)
+        total = values[after].sum()
         for errors, predict in ((model, _predict_model), (repeat, _repeat_week)):
-            predicted = predict(past[before], values[before], past[week]).sum()
-            errors.append(abs(float(predicted / total) - 1.0))
-    return Backtest(float(np.mean(model)), float(np.mean(repeat))) if model else None
+            predicted = predict(past[before], values[before], past[after]).sum()
+            errors.append((float(predicted / total) - 1.0) ** 2)
+    return Backtest(float(np.mean(model)) ** 0.5, float(np.mean(repeat)) ** 0.5) if model else None
 
 
 def _repeat_week(past: Sequence[date], values: Float64, days: Sequence[date]) -> Float64:

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from benchmarks.studies.forecast_world import sampled_days
+from etl.array_types import Float64
 from ranking.forecast.seasonality import days_after, forecast_days, similar_days
+from ranking.forecast.sums import Z95
 from ranking.forecast.targeting import parse_targeting
 from tests.ranking.forecasts import World
 
@@ -27,6 +29,30 @@ def test_weekdays_and_trend_are_found_and_last_week_is_repeated_where_that_was_b
     repeated = forecast_days(dict(zip(days, sundays, strict=True)), days_after(days[-1], 7))
     assert repeated.backtest and repeated.backtest.repeat_error < repeated.backtest.model_error
     assert np.allclose(repeated.impressions, sundays[:7])
+
+
+def simulated_supply(kind: str, seed: int, days: int) -> Float64:
+    """Daily impressions with weekday effects, and a level that has a trend or is a random walk."""
+    rng = np.random.default_rng(seed)
+    week = np.resize([0, 0, 0, 0, 0.18, 0.4, 0.34], days)
+    steps = np.full(days, 0.006) if kind == "trend" else 0.02 * rng.standard_normal(days)
+    return 1000 * np.exp(week + np.cumsum(steps) + 0.03 * rng.standard_normal(days))
+
+
+@pytest.mark.parametrize("kind", ["trend", "random walk"])
+@pytest.mark.parametrize(("lead", "length"), [(0, 1), (0, 7), (14, 7), (28, 7)])
+def test_the_error_of_supply_covers_flights_however_late_they_begin(
+    kind: str, lead: int, length: int
+) -> None:
+    days = [date(2026, 1, 5) + timedelta(days=k) for k in range(42)]
+    scores = []
+    for seed in range(60):
+        supply = simulated_supply(kind, seed, len(days) + lead + length)
+        flight = days_after(days[-1], lead + length)[lead:]
+        found = forecast_days(dict(zip(days, supply, strict=False)), flight)
+        ratio = supply[-length:].sum() / found.impressions.sum()
+        scores.append((ratio - 1) / found.relative_error)
+    assert np.mean(np.abs(scores) < Z95) > (0.85 if kind == "trend" else 0.75)
 
 
 def test_a_weekday_without_logs_has_the_level_of_the_last_week_where_weeks_are_repeated() -> None:
