@@ -57,7 +57,7 @@ class CampaignForecast(StrictModel):
     """What a campaign would bring in the flight."""
 
     reach: Interval
-    """Users with an impression of the campaign."""
+    """Users with an impression of the campaign, of those in `users`."""
     impressions: Interval
     """Impressions that it wins."""
     spend: Interval
@@ -76,7 +76,7 @@ class Forecast(StrictModel):
     first_day: date
     last_day: date
     users: Interval
-    """Users in the segment who have impressions in the flight."""
+    """Users of the segment on the days of the window that stand for the flight."""
     impressions: Interval
     """Impressions of the segment in the flight."""
     in_target_rate: Interval | None
