@@ -37,7 +37,10 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class TargetingAttributes(StrictModel):
-    """What a targeting may name: the values of each attribute, null for numbers; and the goals."""
+    """What a targeting may name: values of each attribute, null for numbers; and the goals.
+
+    Values of fewer than `forecast.min_users` users are left out.
+    """
 
     attributes: dict[str, list[str | int] | None]
     goals: list[str]
@@ -144,9 +147,9 @@ def add_routes(app: FastAPI, service: ForecastService, queue: WorkQueue) -> None
         """The attributes and values that a targeting may name, and the goals of campaigns."""
         forecaster = service.current()
         auction = forecaster.spec.auction
-        domain = forecaster.tables.domain.items()
+        listed = forecaster.tables.listed_values.items()
         return TargetingAttributes(
-            attributes={name: None if values is None else list(values) for name, values in domain},
+            attributes={name: None if values is None else list(values) for name, values in listed},
             goals=list(auction.goal_objectives) if auction else [],
         )
 

@@ -62,7 +62,9 @@ class Forecaster:
         Raises:
             UserError: The request is not valid, or its segment has too few users.
         """
-        targeting = parse_targeting(request.targeting, self.tables.domain)
+        targeting = parse_targeting(
+            request.targeting, self.tables.domain, self.tables.listed_values
+        )
         campaign, flight = self._campaign(request), self._flight(request)
         notes: list[str] = []
         query = Query(*targeting.sql(), self.tables.window)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 from datasketches import compact_theta_sketch, theta_intersection, theta_union
 
-from ranking.forecast.conditions import Box
+from ranking.forecast.conditions import Box, Value
 from ranking.forecast.sums import Estimate
 
 STANDARD_DEVIATIONS = 2  # of the bounds of a sketch, about 95 %
@@ -38,6 +38,11 @@ class UserSketches:
         found = intersection.get_result()
         low = found.get_lower_bound(STANDARD_DEVIATIONS)
         return Estimate(found.get_estimate(), low, found.get_upper_bound(STANDARD_DEVIATIONS))
+
+    def users_with(self, name: str, value: Value) -> float:
+        """The users with impressions of a value; 0 for one without a sketch."""
+        sketch = self.sketches.get((name, str(value)))
+        return float(sketch.get_estimate()) if sketch else 0.0
 
 
 def read_sketches(rows: pa.Table, user_attributes: Collection[str]) -> UserSketches:

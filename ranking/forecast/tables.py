@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -52,6 +53,23 @@ class ForecastTables:
     supply: Mapping[str, Mapping[date, float]]
     mean_weight: float
     precisions: Mapping[str, Mapping[str, Mapping[str, Estimate]]]
+
+    @cached_property
+    def listed_values(self) -> Domain:
+        """The values of each attribute that `min_users` users have, None for numbers.
+
+        Others are not named in answers, and refused as values that nobody has.
+        """
+        assert self.spec.forecast
+        least = self.spec.forecast.min_users
+        return {
+            name: known and [value for value in known if self._users_with(name, value) >= least]
+            for name, known in self.domain.items()
+        }
+
+    def _users_with(self, name: str, value: Value) -> float:
+        counted = self.model.users.expected({name: frozenset({value})})
+        return self.sketches.users_with(name, value) if counted is None else counted
 
 
 def require_forecast(spec: DataSpec) -> None:

@@ -99,11 +99,16 @@ class Targeting:
         return f"({' OR '.join([f'{column} BETWEEN ? AND ?'] * len(ranges)) or 'false'})"
 
 
-def parse_targeting(text: str, domain: Domain) -> Targeting:
+def parse_targeting(text: str, domain: Domain, listed: Domain | None = None) -> Targeting:
     """Parse a targeting on the attributes and values of `domain`.
 
+    Args:
+        text: The targeting.
+        domain: The values of each attribute in the window.
+        listed: Those that may be named; by default all.
+
     Raises:
-        TargetingError: The text is not a targeting, names what is not in the domain, or contradicts
+        TargetingError: The text is not a targeting, names what is not listed, or contradicts
             itself.
     """
     if len(text) > MAX_LENGTH:
@@ -111,7 +116,7 @@ def parse_targeting(text: str, domain: Domain) -> Targeting:
     if not text.strip():
         return Targeting(None, domain)
     try:
-        condition = _Reader(domain).read(_parse_where(text))
+        condition = _Reader(domain, listed or domain).read(_parse_where(text))
     except RecursionError:
         raise _too_deep() from None
     targeting = Targeting(condition, domain)
@@ -178,9 +183,10 @@ def _without_locations(node: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads the accepted nodes of a syntax tree."""
+    """Reads the accepted nodes of a syntax tree; values that are not `listed` do not exist."""
 
     domain: Domain
+    listed: Domain
 
     def read(self, node: Mapping[str, Any], depth: int = 0) -> Condition:
         kind = node["type"]
@@ -234,7 +240,9 @@ class _Reader:
             return Range(name, low, high, position)
         if any(isinstance(value, str) for value in known):
             raise TargetingError(f"values of {name} have no order: use =, != or in", position)
-        return Values(name, frozenset(v for v in known if low <= float(v) <= high), position)
+        is_listed = any(low <= float(v) <= high for v in self.listed[name] or ())
+        allowed = [v for v in known if low <= float(v) <= high] if is_listed else []
+        return Values(name, frozenset(allowed), position)
 
     def _attribute(self, node: Mapping[str, Any]) -> str:
         if node["type"] != "COLUMN_REF" or len(node["column_names"]) != 1:
@@ -247,14 +255,14 @@ class _Reader:
 
     def _value(self, name: str, node: Mapping[str, Any]) -> Value | float:
         """A literal that the attribute may have."""
-        literal, known = _literal(node), self.domain[name]
+        literal, known = _literal(node), self.listed[name]
         if known is None:
             return self._number(node)
         if literal in known:
             return known[known.index(literal)]  # 8 where 8.0 is written
         close = get_close_matches(str(literal), list(map(str, known)), n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"values: {_sample_of(known)}"
-        raise TargetingError(f"no impression has {name} = {literal!r}; {hint}", _position(node))
+        raise TargetingError(f"too few users have {name} = {literal!r}; {hint}", _position(node))
 
     def _number(self, node: Mapping[str, Any]) -> float:
         literal = _literal(node)

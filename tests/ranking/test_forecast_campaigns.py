@@ -131,7 +131,7 @@ def test_notes_name_answers_of_the_model_and_sketches_that_contradict_the_sample
         ({"first_day": "2026-03-09", "last_day": "2026-03-30"}, "raise forecast.window"),
         ({"first_day": "2026-04-06", "last_day": "2026-04-07"}, "begin at most 28 days later"),
         ({"first_day": "2026-03-09"}, "a first and a last day"),
-        ({"targeting": "country = 'country39' and tier = 'tier03'"}, "fewer than 20 users"),
+        ({"targeting": "country = 'country20' and tier = 'tier03'"}, "fewer than 20 users"),
     ],
 )
 def test_requests_that_cannot_be_answered_are_refused(

@@ -60,6 +60,27 @@ def test_no_count_of_few_users_is_answered(complete_world: World) -> None:
     assert asyncio.run(unknown.forecast(request)).users_by_sketch is None
 
 
+def test_values_of_few_users_are_refused_and_listed_as_those_of_nobody(
+    complete_world: World,
+) -> None:
+    users = {
+        value: int((complete_world.world.user_counts({"country": frozenset({value})}) > 0).sum())
+        for value in complete_world.tables.domain["country"] or ()
+    }
+    rare = [value for value, count in users.items() if count < 20]
+    listed = complete_world.tables.listed_values
+    assert rare and listed["country"] == [value for value in users if value not in rare]
+    assert listed["hour"] == list(range(24)) and listed["signup_days"] is None
+    answers = []
+    for value in (rare[0], "country99"):
+        for text in (f"country = '{value}'", f"not country in ('country00', '{value}')"):
+            with pytest.raises(UserError, match="too few users have country") as error:
+                complete_world.forecast(targeting=text)
+            assert not any(name in str(error.value).replace(value, "") for name in rare)
+            answers.append(str(error.value).split("; ")[0].replace(value, "?"))
+    assert answers[:2] == answers[2:]
+
+
 def test_equal_segments_have_equal_answers_and_single_users_are_hidden(
     complete_world: World,
 ) -> None:

@@ -124,7 +124,10 @@ def test_the_service_answers_as_one_process_does_and_refuses_with_a_sentence(
     wrong = client.post("/forecast", json={"targeting": "country = 'XX'"})
     assert wrong.status_code == 422 and "character 11" in wrong.json()["error"]
     assert client.post("/forecast", json={"bid": -1.0, "goal": "traffic"}).status_code == 422
-    assert client.get("/targeting").json()["attributes"]["hour"] == list(range(24))
+    attributes = client.get("/targeting").json()["attributes"]
+    assert attributes["hour"] == list(range(24))
+    assert attributes["country"] == world.tables.listed_values["country"]
+    assert len(attributes["country"]) < len(world.tables.domain["country"] or ())
 
 
 @pytest.mark.parametrize("operator", ["<", "<=", ">", ">="])
