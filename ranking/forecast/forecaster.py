@@ -326,7 +326,9 @@ def in_target_rate(
         for bound in ("value", "low", "high")
     ]
     value, low, high = (min(float(sizes @ rate / sizes.sum()), 1.0) for rate in rates)
-    return Interval(value=value, low=low, high=high)
+    # The sizes are exact: more digits would reveal them.
+    digits = 3 if sizes.sum() >= 1000 else 2
+    return Interval(value=value, low=low, high=high).rounded(digits)
 
 
 def _too_few(min_users: int, when: str = "") -> UserError:

@@ -14,6 +14,7 @@ from datasketches import update_theta_sketch
 from benchmarks.studies.forecast_world import USER_ATTRIBUTES
 from etl.errors import UserError
 from ranking.forecast.conditions import Box
+from ranking.forecast.forecaster import in_target_rate
 from ranking.forecast.reach import UserSketches
 from ranking.forecast.scale import NoiseSource, Scale, SegmentSize, SupplyGrowth
 from ranking.forecast.schemas import ForecastRequest
@@ -138,6 +139,20 @@ def test_no_interval_reveals_the_count_of_a_segment(complete_world: World) -> No
             users = 5.0 / np.sqrt(3.0 * max(variance - growth.relative_error**2, 1e-12))
             recovered.append(abs(users - truth) < 0.5)
     assert len(recovered) == 48 and np.mean(recovered) < 0.25  # by chance
+
+
+def test_an_in_target_rate_does_not_reveal_a_single_user(complete_world: World) -> None:
+    precision = {"young": {f"tier{k:02d}": Estimate(*[0.1 * k + 0.1] * 3) for k in range(4)}}
+    tables = replace(complete_world.tables, precisions={"tier": precision})
+    text = "tier in ('tier00', 'tier01', 'tier03')"
+    targeting, users = parse_targeting(text, tables.domain), tables.model.users
+    found = []
+    for more in range(4):
+        counts = users.counts.copy()
+        counts[users.rows["tier"]["tier03"], users.rows["tier"]["tier03"]] += more
+        model = replace(tables.model, users=replace(users, counts=counts))
+        found.append(in_target_rate(replace(tables, model=model), targeting, ["young"]))
+    assert all(rate == found[0] for rate in found)
 
 
 def test_the_noise_of_a_segment_cannot_be_drawn_again_or_divided_out(complete_world: World) -> None:
