@@ -115,9 +115,33 @@ def _intersection(boxes: Sequence[Box | None], condition: Junction) -> Box | Non
         for name, allowed in (box or {}).items():
             common[name] = common.get(name, allowed) & allowed
             if not common[name]:
-                text = f"the targeting contradicts itself: no value of {name} satisfies this too"
-                raise TargetingError(text, _first_position(child))
+                raise _contradiction(name, _first_position(child))
+    _require_overlap(_required_ranges(condition))
     return None if any(box is None for box in boxes) else common
+
+
+def _required_ranges(condition: Condition) -> list[Range]:
+    """The ranges that must all hold."""
+    if isinstance(condition, Junction) and condition.operator == "and":
+        return [found for child in condition.children for found in _required_ranges(child)]
+    return [condition] if isinstance(condition, Range) else []
+
+
+def _require_overlap(ranges: Sequence[Range]) -> None:
+    """Raise TargetingError if no number of an attribute is in all of its ranges."""
+    low: dict[str, float] = {}
+    high: dict[str, float] = {}
+    for one in ranges:
+        name = one.attribute
+        low[name] = max(low.get(name, one.low), one.low)
+        high[name] = min(high.get(name, one.high), one.high)
+        if low[name] > high[name]:
+            raise _contradiction(name, one.position)
+
+
+def _contradiction(name: str, position: int) -> TargetingError:
+    text = f"the targeting contradicts itself: no value of {name} satisfies this too"
+    return TargetingError(text, position)
 
 
 def _first_position(condition: Condition) -> int:

@@ -27,6 +27,8 @@ DOMAIN: Domain = {
         ("country > 'DE'", 11, "is not a number"),
         ("country between 1 and 2", 1, "have no order"),
         ("country = 'US' and hour < 5 and country = 'DE'", 33, "contradicts itself"),
+        ("signup_days > 5 and hour < 5 and signup_days < 3", 34, "contradicts itself: no value of"),
+        ("signup_days > 5 and (hour < 5 and signup_days <= 5)", 35, "no value of signup_days"),
         ("not country in ('DE', 'FR', 'US')", 5, "no value of country is left"),
         ("hour > 23", 1, "no value of hour"),
         (f"signup_days = {'9' * 400}", 15, "number is too large"),
