@@ -58,6 +58,8 @@ class ForecastService:
     async def refresh(self) -> None:
         """Switch to a new build, if there is one, once its workers have loaded their shards.
 
+        The workers before stop once they have answered the requests in flight.
+
         Raises:
             TemporaryError: The workers did not load their shards in time; they are stopped.
         """
@@ -72,7 +74,14 @@ class ForecastService:
         self.pool, self.forecaster = pool, Forecaster(tables, pool)
         self._sample_table_id = sample_table_id
         if before is not None:
-            await before.close()
+            await before.drain()
+
+    async def forecast(self, request: ForecastRequest) -> Forecast:
+        """Answer a request from the current build, whose workers it keeps until it ends."""
+        forecaster = self.current()
+        assert self.pool
+        with self.pool.in_use():
+            return await forecaster.forecast(request)
 
     async def _loaded_pool(self, settings: WorkerSettings) -> WorkerPool:
         """A pool whose workers have loaded their shards."""
@@ -140,7 +149,7 @@ def add_routes(app: FastAPI, service: ForecastService, queue: WorkQueue) -> None
         if "user" in request.scope:
             request.scope["user"].charge(1)
         with queue.admit(FORECAST_COST):
-            return await service.current().forecast(body)
+            return await service.forecast(body)
 
     @app.get("/targeting", responses=ERROR_RESPONSES)
     async def targeting() -> TargetingAttributes:

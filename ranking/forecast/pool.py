@@ -8,7 +8,8 @@ intervals (`ranking.forecast.sums.combine_shards`).
 import asyncio
 import logging
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from etl.errors import TemporaryError
@@ -25,6 +26,7 @@ from ranking.forecast.tables import (
 from ranking.forecast.worker import ANSWER, QUERY, ErrorMessage, SumsMessage, WorkerSettings
 
 ANSWER_SECONDS = 2.0
+DRAIN_SECONDS = 60.0  # for the requests in flight, each of a few queries
 RESTART_SECONDS = 1.0  # between two attempts to start a worker
 log = logging.getLogger("uvicorn.error")
 
@@ -133,6 +135,30 @@ class WorkerPool:
             WorkerProcess(settings.model_copy(update={"shard": (number, num_workers)}))
             for number in range(num_workers)
         ]
+        self._num_requests = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Count a request, which may ask several queries, until it ends."""
+        self._num_requests += 1
+        self._is_idle.clear()
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
+            if self._num_requests == 0:
+                self._is_idle.set()
+
+    async def drain(self) -> None:
+        """Stop all workers once no request uses them, or after DRAIN_SECONDS."""
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_SECONDS):
+                    await self._is_idle.wait()
+        finally:
+            await self.close()
 
     async def wait_until_ready(self) -> None:
         """Return once all workers have loaded their shards."""

@@ -31,6 +31,7 @@ from ranking.forecast.forecaster import Forecaster
 from ranking.forecast.pool import WorkerPool
 from ranking.forecast.schemas import Forecast, ForecastRequest
 from ranking.forecast.shard import Query
+from ranking.forecast.sums import SampleSums
 from ranking.forecast.tables import (
     SAMPLE,
     read_precisions,
@@ -257,6 +258,47 @@ def test_tables_that_were_replaced_are_loaded_though_their_versions_are_the_same
         await service.refresh()
         assert service.current() is not first
         assert service.current().tables.versions == first.tables.versions
+        assert service.pool
+        await service.pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_in_flight_is_answered_by_the_build_that_it_began_with(
+    settings: WorkerSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(settings.lake, tmp_path / "lake")
+    own = settings.model_copy(update={"lake": str(tmp_path / "lake")})
+    request = ForecastRequest(targeting=THREE, **TRAFFIC)  # type: ignore[arg-type]
+    sums = WorkerPool.sums
+
+    async def run() -> None:
+        gate = asyncio.Event()
+
+        async def gated_sums(pool: WorkerPool, query: Query) -> SampleSums:
+            if query.campaign:
+                await gate.wait()
+            return await sums(pool, query)
+
+        service = service_of(own)
+        await service.refresh()
+        first, pool = service.current(), service.pool
+        assert pool
+        expected = await service.forecast(request)
+        monkeypatch.setattr(WorkerPool, "sums", gated_sums)
+        in_flight = asyncio.create_task(service.forecast(request))
+        shutil.rmtree(own.lake)
+        write_tables(Lake(own.lake, SPEC), World(1, 6000))
+        switch = asyncio.create_task(service.refresh())
+        async with asyncio.timeout(60):
+            while service.current() is first:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
+        gate.set()
+        assert await in_flight == expected
+        await switch
+        assert all(worker.process and worker.process.returncode for worker in pool.workers)
+        assert await service.forecast(request) != expected
         assert service.pool
         await service.pool.close()
 
