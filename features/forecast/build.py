@@ -30,6 +30,7 @@ from features.forecast.sampling import sampling_scale, workload_combinations
 
 SUPPLY_DAYS = 56  # of daily counts, from which trend and weekday effects are fitted
 IMPORTANCE_DIGITS = 3  # to which importances are rounded when users are grouped by them
+MAX_VALUES = 8192  # of all attributes: readers hold two matrices of pairs, 0.5 GiB each
 PAIR_KEY = ("attribute_a", "value_a", "attribute_b", "value_b")
 ALL_ROWS = "day IS NOT NULL"  # a build replaces the one before
 
@@ -66,11 +67,15 @@ def write_forecast(
 
     Returns:
         The number of rows, by table.
+
+    Raises:
+        UserError: The attributes have more than MAX_VALUES values.
     """
     spec = lake.spec
     day = F.lit(last_day)
     written: dict[str, int] = {}
     with spark_io.cached(rows.withColumn("day", day)) as targeted:
+        _require_few_values(spec, targeted)
         frames = {
             forecast_schemas.forecast_margins: margins_of(spec, targeted).withColumn("day", day),
             forecast_schemas.forecast_sketches: sketches_of(spec, targeted).withColumn("day", day),
@@ -85,6 +90,25 @@ def write_forecast(
         sample = targeted.join(sampled_users(spec, targeted), "sampled_user")
         spark_io.replace_partitions(lake, schema, sample, ALL_ROWS, {**versions, **written})
     return {table: lake.count_rows(table) for table in (*written, schema.name)}
+
+
+def _require_few_values(spec: DataSpec, rows: DataFrame) -> None:
+    """Raise UserError if the attributes have more than MAX_VALUES values, about, in all."""
+    counts = [F.approx_count_distinct(f"target_{name}").alias(name) for name in _discrete(spec)]
+    number = rows.agg(*counts).collect()[0].asDict()
+    if sum(number.values()) > MAX_VALUES:
+        most = max(number, key=number.__getitem__)
+        raise UserError(
+            f"the attributes of a targeting have about {sum(number.values()):,} values, {most} "
+            f"{number[most]:,} of them, and counts of pairs fit in memory for {MAX_VALUES:,}: "
+            f"leave {most} out of forecast.attributes, or log groups of its values"
+        )
+
+
+def _discrete(spec: DataSpec) -> list[str]:
+    """The attributes of a targeting that have values: all but numbers."""
+    attributes = targeting_attributes(spec).items()
+    return [name for name, of in attributes if not isinstance(of, NumericAttribute)]
 
 
 def scored_days(lake: Lake, until: date) -> list[date]:
@@ -245,9 +269,7 @@ def _profile_importance(users: DataFrame, names: Sequence[str], min_users: int) 
 
 def margins_of(spec: DataSpec, rows: DataFrame) -> DataFrame:
     """Impressions by pair of values, and users by pair of values that are attributes of users."""
-    counted = [n for n, a in targeting_attributes(spec).items()
-               if not isinstance(a, NumericAttribute)]  # fmt: skip
-    impressions = _pair_sums(rows, counted, "impressions")
+    impressions = _pair_sums(rows, _discrete(spec), "impressions")
     of_users = user_categories(spec)
     users = rows.select("sampled_user", *[f"target_{name}" for name in of_users]).distinct()
     return impressions.join(_pair_sums(users, of_users, "users"), list(PAIR_KEY), "left")
@@ -270,13 +292,11 @@ def _pair_sums(rows: DataFrame, names: Sequence[str], column: str) -> DataFrame:
 
 def sketches_of(spec: DataSpec, rows: DataFrame) -> DataFrame:
     """A theta sketch of the users with impressions of each value."""
-    names = [n for n, a in targeting_attributes(spec).items()
-             if not isinstance(a, NumericAttribute)]  # fmt: skip
     frames = [
         rows.groupBy(F.col(f"target_{name}").cast("string").alias("value"))
         .agg(F.theta_sketch_agg("sampled_user").alias("sketch"))
         .withColumn("attribute", F.lit(name))
-        for name in names
+        for name in _discrete(spec)
     ]
     return reduce(DataFrame.unionByName, frames)
 

@@ -186,6 +186,19 @@ def test_a_small_sample_has_all_rows_of_its_users_whose_weights_add_up_to_everyo
     pd.testing.assert_frame_equal(sample_of(small), sample)  # the same users every time
 
 
+def test_attributes_of_too_many_values_are_refused(
+    built: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counts of pairs of values are a square matrix in memory."""
+    versions = table_versions(built)
+    monkeypatch.setattr("features.forecast.build.MAX_VALUES", 30)
+    with pytest.raises(
+        UserError, match=r"hour 2\d of them.* leave hour out of forecast.attributes"
+    ):
+        build_forecast(built, LAST)
+    assert table_versions(built) == versions
+
+
 def test_nothing_after_the_window_is_seen(scored: Lake, spark: object, tmp_path: Path) -> None:
     """Attributes that become valid when the window ends are unseen, as are later scores."""
     lake = copy_of(scored, tmp_path / "lake")
