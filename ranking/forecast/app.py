@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
@@ -19,7 +20,15 @@ from etl.tables.lake import Lake
 from ranking.forecast.forecaster import Forecaster
 from ranking.forecast.pool import WorkerPool
 from ranking.forecast.schemas import Forecast, ForecastRequest
-from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_id, table_versions
+from ranking.forecast.tables import (
+    SAMPLE,
+    quality_version,
+    read_precisions,
+    read_sample,
+    read_tables,
+    table_id,
+    table_versions,
+)
 from ranking.forecast.worker import WorkerSettings
 from ranking.serving.admission import BodyBuffer, WorkQueue
 from ranking.serving.errors import error_response
@@ -54,6 +63,7 @@ class ForecastService:
         self.forecaster: Forecaster | None = None
         self.pool: WorkerPool | None = None
         self._sample_table_id = ""
+        self._quality_version: tuple[str, int] | None = None
 
     async def refresh(self) -> None:
         """Switch to a new build, if there is one, once its workers have loaded their shards.
@@ -66,15 +76,26 @@ class ForecastService:
         versions, sample_table_id = table_versions(self.lake), table_id(self.lake, SAMPLE)
         is_same_table = sample_table_id == self._sample_table_id  # else versions began again
         if self.forecaster and self.forecaster.tables.versions == versions and is_same_table:
+            await self._refresh_precisions(self.forecaster)
             return
+        quality = quality_version(self.lake)
         sample = await asyncio.to_thread(read_sample, self.lake, versions[SAMPLE])
         tables = await asyncio.to_thread(read_tables, self.lake, sample, versions)
         settings = self.settings.model_copy(update={"versions": versions})
         pool, before = await self._loaded_pool(settings), self.pool
         self.pool, self.forecaster = pool, Forecaster(tables, pool)
-        self._sample_table_id = sample_table_id
+        self._sample_table_id, self._quality_version = sample_table_id, quality
         if before is not None:
             await before.drain()
+
+    async def _refresh_precisions(self, forecaster: Forecaster) -> None:
+        """Use the rates of a later `audience fit` with the build that is loaded."""
+        quality = quality_version(self.lake)
+        if quality == self._quality_version:
+            return
+        precisions = await asyncio.to_thread(read_precisions, self.lake)
+        tables = replace(forecaster.tables, precisions=precisions)
+        self.forecaster, self._quality_version = replace(forecaster, tables=tables), quality
 
     async def forecast(self, request: ForecastRequest) -> Forecast:
         """Answer a request from the current build, whose workers it keeps until it ends."""

@@ -135,20 +135,30 @@ def read_tables(lake: Lake, sample: pa.Table, versions: Mapping[str, int]) -> Fo
     )
 
 
+def quality_version(lake: Lake) -> tuple[str, int] | None:
+    """The id and version of `audience_quality`, which changes when it has new rates."""
+    name = audience_schemas.audience_quality(lake.spec).name
+    if not lake.spec.audiences or not lake.exists(name):
+        return None
+    return table_id(lake, name), lake.version(name)
+
+
 def read_precisions(lake: Lake) -> dict[str, dict[str, dict[str, Estimate]]]:
-    """P(class | label) of each provider's labels on the latest day of `audience_quality`.
+    """P(class | label) of each provider's labels, of the latest day of each audience.
 
     Providers that the spec no longer declares are left out.
     """
-    schema = audience_schemas.audience_quality(lake.spec)
-    if not lake.spec.audiences or not lake.exists(schema.name):
+    if quality_version(lake) is None:
         return {}
-    table = arrow.snapshot(lake, schema)
+    rows = arrow.snapshot(lake, audience_schemas.audience_quality(lake.spec)).read().to_pylist()
+    latest: dict[str, date] = {}
+    for row in rows:
+        latest[row["audience"]] = max(row["day"], latest.get(row["audience"], date.min))
     names = {(of.audience, of.provider): name for name, of in provider_labels(lake.spec).items()}
     found: dict[str, dict[str, dict[str, Estimate]]] = {}
-    for row in table.read(day=table.days()[-1:]).to_pylist():
+    for row in rows:
         name = names.get((row["audience"], row["provider"]))
-        if name is None:
+        if name is None or row["day"] < latest[row["audience"]]:
             continue
         by_class = found.setdefault(name, {})
         estimate = Estimate(row["precision"], row["low"], row["high"])

@@ -31,7 +31,7 @@ from ranking.forecast.forecaster import Forecaster
 from ranking.forecast.pool import WorkerPool
 from ranking.forecast.schemas import Forecast, ForecastRequest
 from ranking.forecast.shard import Query
-from ranking.forecast.sums import SampleSums
+from ranking.forecast.sums import Estimate, SampleSums
 from ranking.forecast.tables import (
     SAMPLE,
     read_precisions,
@@ -171,6 +171,43 @@ def test_audits_of_a_provider_that_the_spec_no_longer_names_are_left_out(tmp_pat
     arrow.replace_rows(lake, schema, pa.Table.from_pylist(rows), "day IS NOT NULL", {})
     (by_class,) = read_precisions(lake).values()
     assert by_class["18-24"]["18-24"].value == 0.5
+
+
+def test_the_rates_of_an_audience_are_those_of_its_latest_day(tmp_path: Path) -> None:
+    """On the last day, only another audience had enough audits."""
+    spec = load_spec(SIMULATOR_SPEC)
+    lake = Lake(str(tmp_path), spec)
+    numbers = dict.fromkeys(("low", "high", "lift", "coverage", "information"), 0.5)
+    shared = {"provider": "acme", "label": "18-24", "true_class": "18-24", "impressions": 100}
+    rows = [
+        shared | numbers | {"audience": audience, "precision": rate, "day": date(2026, 1, day)}
+        for audience, rate, day in (("age_band", 0.3, 4), ("age_band", 0.6, 5), ("other", 0.9, 6))
+    ]
+    schema = audience_schemas.audience_quality(spec)
+    arrow.replace_rows(lake, schema, pa.Table.from_pylist(rows), "day IS NOT NULL", {})
+    (by_class,) = read_precisions(lake).values()
+    assert by_class["18-24"]["18-24"].value == 0.6
+
+
+def test_a_later_fit_of_audiences_is_used_with_the_build_that_is_loaded(
+    settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        service = service_of(settings)
+        await service.refresh()
+        first, pool = service.current(), service.pool
+        assert first.tables.precisions == {} and pool
+        rates = {"ACME": {"young": {"young": Estimate(0.5, 0.4, 0.6)}}}
+        monkeypatch.setattr("ranking.forecast.app.quality_version", lambda _: ("id", 1))
+        monkeypatch.setattr("ranking.forecast.app.read_precisions", lambda _: rates)
+        await service.refresh()
+        assert service.current().tables.precisions == rates and service.pool is pool
+        second = service.current()
+        await service.refresh()
+        assert service.current() is second
+        await pool.close()
+
+    asyncio.run(run())
 
 
 def test_tokens_need_the_scope_of_forecasts(
