@@ -17,8 +17,8 @@ def campaign_days(spec: DataSpec) -> TableSchema:
     """A campaign on a day: its spend, and the outcomes of the impressions that landed on it.
 
     `arrived` is the share of these impressions whose labels are final, and `conversions` and
-    `value` are those of their labels; a further column for each of `roi.groups` has its most
-    frequent value. `gemline roi fit` and `plan` read the table as a file.
+    `value` are those of their labels, less late retractions; a further column for each of
+    `roi.groups` has its most frequent value. `gemline roi fit` and `plan` read the table as a file.
     """
     columns = {
         "campaign": "string",

@@ -1,13 +1,14 @@
 """The `campaign_days` table: spend of campaigns, and outcomes of their impressions, by day."""
 
 from collections.abc import Sequence
-from datetime import date
+from datetime import date, timedelta
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from etl.attribute_versions import first_item_values
 from etl.labels import first_relabeled_day
+from etl.retractions import retraction_horizon_days
 from etl.spec.model import DataSpec
 from etl.spec.units import DayRange
 from etl.tables import label_schemas, roi_schemas, spark_io
@@ -17,7 +18,8 @@ from etl.tables.lake import Lake
 def build_campaign_days(lake: Lake, days: DayRange) -> dict[str, int]:
     """Replace the given days of `campaign_days`, by the landing day of the impressions.
 
-    Days before them are built again if more of their labels are final.
+    Days before them are built again if more of their labels are final, or if the days have
+    retractions of their outcomes.
     """
     spec = lake.spec
     assert spec.roi
@@ -28,6 +30,11 @@ def build_campaign_days(lake: Lake, days: DayRange) -> dict[str, int]:
     impressions = spark_io.read_table(
         lake, label_schemas.impressions(spec), versions["impressions"]
     ).filter(where)
+    if has_retractions(spec):
+        schema = label_schemas.late_retractions(spec)
+        versions[schema.name] = lake.version(schema.name)
+        retractions = spark_io.read_table(lake, schema, versions[schema.name])
+        impressions = net_of_retractions(spec, impressions, retractions)
     for attribute in (spec.roi.campaign, *spec.roi.groups):
         values = first_item_values(lake, attribute).select("item_id", "item_attribute")
         impressions = impressions.join(values, "item_id", "left")
@@ -42,10 +49,42 @@ def build_campaign_days(lake: Lake, days: DayRange) -> dict[str, int]:
 
 
 def first_changed_day(lake: Lake, days: DayRange) -> date:
-    """The first of some days, and of those built before, whose labels the days have changed."""
+    """The first of some days, and of those built before, whose outcomes the days have changed."""
     built, available = (lake.rows_by_day(name) for name in ("campaign_days", "impressions"))
     earliest = first_relabeled_day(lake.spec, days)
+    if has_retractions(lake.spec):
+        earliest = days[0] - timedelta(days=retraction_horizon_days(lake.spec))
     return min([days[0], *(day for day in built if day >= earliest and day in available)])
+
+
+def has_retractions(spec: DataSpec) -> bool:
+    """Whether outcomes of the objective of campaigns may be retracted."""
+    assert spec.roi
+    return spec.objectives[spec.roi.objective].retracted_by is not None
+
+
+def net_of_retractions(spec: DataSpec, impressions: DataFrame, retractions: DataFrame) -> DataFrame:
+    """Impressions whose label and value are without the outcomes of rows of `late_retractions`.
+
+    A label is 0 if none of its outcomes is left.
+    """
+    assert spec.roi
+    label, value = (f"{kind}_{spec.roi.objective}" for kind in ("label", "value"))
+    retracted = (
+        retractions.filter(F.col("objective") == spec.roi.objective)
+        .groupBy("impression_id")
+        .agg(F.min("outcomes_left").alias("left"), F.sum("value").alias("retracted"))
+    )
+    is_none_left = F.coalesce(F.col("left") == 0, F.lit(False))
+    left = F.when(is_none_left, 0.0).otherwise(
+        F.col(value) - F.coalesce(F.col("retracted"), F.lit(0.0))
+    )
+    net = {
+        label: F.when(is_none_left, F.lit(0)).otherwise(F.col(label)),
+        value: F.greatest(left, F.lit(0.0)),
+    }
+    joined = impressions.join(retracted, "impression_id", "left")
+    return joined.withColumns(net).drop("left", "retracted")
 
 
 def campaign_days(spec: DataSpec, impressions: DataFrame, spend: DataFrame) -> DataFrame:

@@ -9,6 +9,8 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,6 +18,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
 
+from benchmarks.system.warm_start import changed_spec
 from etl.errors import UserError
 from etl.labels import label_impressions
 from etl.reports import SPEND_REPORTS, load_reports
@@ -24,7 +27,7 @@ from etl.spec.units import date_range
 from etl.tables import arrow, label_schemas, roi_schemas, schemas
 from etl.tables.lake import Lake
 from features.roi import campaign_days as roi_tables
-from features.roi.campaign_days import build_campaign_days
+from features.roi.campaign_days import build_campaign_days, first_changed_day
 from gemline import main
 from ranking.roi.campaign_days import read_campaign_days
 from tests.conftest import FIRST, LAST
@@ -113,6 +116,52 @@ def test_of_equally_frequent_groups_a_campaign_has_the_first(
     spend = spark.createDataFrame([], "campaign string, day date, spend double")
     found = roi_tables.campaign_days(lake_spec, impressions, spend).collect()
     assert {row["campaign"]: row["category"] for row in found} == expected
+
+
+REFUNDED_DAYS = 5
+
+
+def with_refunds(spec: dict[str, Any]) -> None:
+    spec["events"]["refund"] = {"role": "retraction"}
+    conversion = spec["objectives"]["conversion"]
+    conversion["retracted_by"] = {"event": "refund", "within": f"{REFUNDED_DAYS}d"}
+    spec["sources"]["events"]["columns"]["retracts"] = "refunded_event"
+
+
+def test_retracted_outcomes_are_taken_off_conversions_and_value(spark: SparkSession) -> None:
+    """Of b1's three outcomes one is retracted completely, and one in part."""
+    spec = changed_spec(with_refunds)
+    rows = [("i1", "b1", 1, 10.0), ("i2", "b1", 1, 30.0), ("i3", "b1", 1, 5.0)]
+    rows += [("i4", "b2", 1, 7.0), ("i5", "b1", None, None)]
+    columns = "impression_id string, item_advertiser_id string, label_conversion int"
+    impressions = spark.createDataFrame(
+        [(*row, "c0", FIRST) for row in rows],
+        f"{columns}, value_conversion double, item_category string, day date",
+    )
+    late = [
+        ("i1", "conversion", 0, 10.0),
+        ("i2", "conversion", 1, 12.0),
+        ("i2", "conversion", 1, 3.0),
+    ]
+    late += [("i3", "click", 0, 5.0), ("i9", "conversion", 0, 1.0)]
+    retractions = spark.createDataFrame(
+        late, "impression_id string, objective string, outcomes_left int, value double"
+    )
+    spend = spark.createDataFrame([], "campaign string, day date, spend double")
+    net = roi_tables.net_of_retractions(spec, impressions, retractions)
+    found = {row["campaign"]: row for row in roi_tables.campaign_days(spec, net, spend).collect()}
+    assert (found["b1"]["conversions"], found["b1"]["value"]) == (2, 20.0)
+    assert (found["b1"]["impressions"], found["b1"]["arrived"]) == (4, 0.75)
+    assert (found["b2"]["conversions"], found["b2"]["value"]) == (1, 7.0)
+
+
+def test_days_are_built_again_as_long_as_their_outcomes_may_be_retracted(lake: Lake) -> None:
+    by_day = dict.fromkeys(date_range(FIRST - timedelta(days=60), LAST), 1)
+    first_days = []
+    for spec in (lake.spec, changed_spec(with_refunds)):
+        own = SimpleNamespace(spec=spec, rows_by_day=lambda _: by_day)
+        first_days.append(first_changed_day(own, (LAST, LAST)))  # type: ignore[arg-type]
+    assert first_days[0] - first_days[1] >= timedelta(days=REFUNDED_DAYS)
 
 
 def test_days_can_be_loaded_and_built_again(billed: Lake, raw: Path, spark: object) -> None:
