@@ -1,6 +1,7 @@
 """A trained GEM under a changed spec: equal predictions at first, and what is new is trained."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -55,6 +56,7 @@ MODELS: dict[str, GemOptions] = {
         value_loss_weight=0.1,
         sequence=SequenceOptions(flow="int", cls_tokens=1),
     ),
+    "context of candidates": GemOptions(sequence=SequenceOptions(flow="int", context="candidate")),
 }
 
 
@@ -105,6 +107,33 @@ def test_predictions_are_equal_after_all_changes_of_the_spec(trained: TrainState
     assert prediction_difference(trained, changed) <= TOLERANCE
     again = upgrade(changed, *SPEC_CHANGES.values())
     assert prediction_difference(changed, again) <= TOLERANCE
+
+
+def add_second_attributes(spec: dict[str, Any]) -> None:
+    """Attributes whose rows precede and follow those of `add_attributes`."""
+    item, context = (spec["attributes"][group] for group in ("item", "context"))
+    color, slot = ({"type": "categorical", "size": size} for size in (40, 30))
+    spec["attributes"] |= {"item": {"color": color, **item}, "context": {**context, "slot": slot}}
+    spec["attributes"]["item"]["sound"] = {"type": "vector", "width": 3}
+
+
+def drop_brand(spec: dict[str, Any]) -> None:
+    """One of several rows that were added before."""
+    del spec["attributes"]["item"]["brand"]
+
+
+def test_predictions_are_equal_after_each_of_several_upgrades(trained: TrainState) -> None:
+    first = upgrade(trained, add_attributes)
+    train_one_step(first)
+    second = upgrade(first, add_attributes, add_second_attributes)
+    assert prediction_difference(first, second) <= TOLERANCE
+    old = second.model.core.candidate_alignment
+    nn.init.normal_(old.get_parameter("weight"))
+    third = upgrade(second, add_attributes, add_second_attributes, drop_brand)
+    new = third.model.core.candidate_alignment
+    kept = [old.added_names.index(name) for name in new.added_names]
+    assert len(old.added_names) == len(kept) + 1
+    assert torch.equal(old.get_parameter("weight")[:, kept], new.get_parameter("weight"))
 
 
 @pytest.mark.parametrize("name", SPEC_CHANGES)
@@ -263,22 +292,24 @@ def test_a_larger_item_table_keeps_its_rows(default: TrainState) -> None:
 
 @pytest.mark.parametrize("options", MODELS)
 def test_every_parameter_that_depends_on_the_features_has_named_axes(options: str) -> None:
-    """Parameters of two specs differ in shape only along axes that are named."""
+    """Parameters of a model and its upgrades differ in shape only along axes that are named."""
     config = training_of(options).gem_config
-    old = Gem(feature_schema(load_spec(SIMULATOR_SPEC)), config)
     changes = [change for change in SPEC_CHANGES.values() if change is not reverse_names]
-    new = Gem(feature_schema(changed_spec(*changes)), config, old.layout)
-    before, after = old.state_dict(), new.state_dict()
-    for gem, state in ((old, before), (new, after)):
+    models = [Gem(feature_schema(load_spec(SIMULATOR_SPEC)), config)]
+    for upgraded in (changes, [*changes, add_second_attributes]):
+        features = feature_schema(changed_spec(*upgraded))
+        models.append(Gem(features, config, models[-1].layout))
+    shapes = [{name: values.shape for name, values in gem.state_dict().items()} for gem in models]
+    for gem, shape in zip(models, shapes, strict=True):
         for key, axes in feature_axes(gem).items():
-            if key in state:
+            if key in shape:
                 named = [len(axis.names) if axis else None for axis in axes]
-                sizes = zip(named, state[key].shape, strict=True)
+                sizes = zip(named, shape[key], strict=True)
                 assert all(count in (None, size) for count, size in sizes), key
                 assert all(len(set(a.names)) == len(a.names) for a in axes if a), key
-    both = before.keys() & after.keys()
-    differing = {key for key in both if before[key].shape != after[key].shape}
-    assert len(differing) > 10 and differing <= feature_axes(new).keys()
+    for gem, (before, after) in zip(models[1:], pairwise(shapes), strict=True):
+        differing = {key for key in before.keys() & after.keys() if before[key] != after[key]}
+        assert len(differing) > 5 and differing <= feature_axes(gem).keys()
 
 
 def test_models_of_other_widths_are_refused(default: TrainState) -> None:

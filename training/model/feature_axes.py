@@ -57,6 +57,7 @@ def feature_axes(gem: Gem) -> dict[str, Axes]:
         "value_head.out.weight": (values, INDEX),
         "value_head.out.bias": (values,),
         "user_alignment.weight": (INDEX, _inputs(gem.user_alignment.added_names)),
+        "candidate_alignment.weight": (INDEX, _inputs(gem.candidate_alignment.added_names)),
         "row_alignment.weight": (INDEX, _inputs(gem.row_alignment.added_names)),
         "trunk_scale.weight": (_inputs(_trunk_inputs(gem)),),
         "trunk.0.weight": (INDEX, _inputs(_trunk_inputs(gem))),
