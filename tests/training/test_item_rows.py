@@ -48,7 +48,7 @@ class Table:
 
     def train(self, *batches: torch.Tensor) -> None:
         for items in batches:
-            rows = self.rows.for_training(items)
+            rows = self.rows.for_training(items, False)
             self.last_days[rows] = self.day
             self.vectors[rows[rows > 0]] = items[rows > 0]
         self.rows.all_reduce(self.day)
@@ -218,11 +218,11 @@ def test_rare_items_are_dropped_more_often(alone: object) -> None:
     rows = ManagedItemRows.all_free(ROWS, dropout=0.2, dropout_lookups=9.0)
     nothing = torch.zeros(0, dtype=torch.int64)
     rows.update(items(0, 1, 2), torch.zeros(ROWS), nothing, 0)
-    rows.for_training(items(*[0] * 21, *[1] * 9000))
+    rows.for_training(items(*[0] * 21, *[1] * 9000), False)
     probabilities = rows.drop_probability(rows(items(0, 1, 2)))
     torch.testing.assert_close(probabilities, torch.tensor([0.3, 0.2, 1.0]))
     torch.manual_seed(0)
-    dropped = (rows.for_training(items(*[1] * 9000)) == 0).float().mean()
+    dropped = (rows.for_training(items(*[1] * 9000), False) == 0).float().mean()
     assert abs(dropped - 0.2) < 0.02
     equally = ManagedItemRows.all_free(ROWS, dropout=0.1)
     assert equally.drop_probability(torch.arange(3)).tolist() == pytest.approx([0.1] * 3)

@@ -191,14 +191,18 @@ def test_each_pass_reads_each_row_once_in_an_order_of_its_own(lake: Lake) -> Non
     assert len({tuple(order) for order in by_pass}) == passes
 
 
-def test_prequential_metrics_count_the_first_pass_only(lake: Lake, tmp_path: Path) -> None:
+def test_metrics_and_look_ups_count_the_first_pass_only(lake: Lake, tmp_path: Path) -> None:
     """Without decay, the first pass is the same training whether a second one follows."""
-    metrics = []
+    metrics, counts = [], []
     for passes in (1, 2):
         own = copy_of(lake, tmp_path / str(passes))
         with process_group():
             metrics += train_days(own, (FIRST, FIRST), config_of(passes=passes, decay_share=0.0))
+        tensors = trained_tensors(own)
+        counts.append({n: tensors[f"item_rows.{n}"] for n in ("lookups", "waiting_counts")})
     assert metrics[0] == metrics[1] and len(metrics[0]) > 3
+    assert all(torch.equal(counts[0][name], counts[1][name]) for name in counts[0])
+    assert counts[0]["lookups"].sum() > 1000
 
 
 class StoppedError(Exception):

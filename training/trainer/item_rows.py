@@ -89,7 +89,7 @@ class ManagedItemRows:
 
     Attributes:
         map: The row of each item.
-        lookups: Look-ups (N) of each row by training since it was assigned.
+        lookups: Look-ups (N) of each row by the first pass over each day since it was assigned.
         waiting: Items that were looked up without a row.
         admission_count: Look-ups after which an item gets a row; 1: new items get one at once.
         dropout: Probability that training reads an item as the unknown item, which trains row 0
@@ -121,17 +121,25 @@ class ManagedItemRows:
         """Map item indexes (n) to rows (n)."""
         return self.map(items)
 
-    def for_training(self, items: Tensor) -> Tensor:
-        """Map item indexes (n) to rows (n), count the look-ups, and drop some items at random."""
+    def for_training(self, items: Tensor, is_repeated: bool) -> Tensor:
+        """Map item indexes (n) to rows (n), count the look-ups, and drop some items at random.
+
+        Look-ups that are repeated, in a further pass over a day, do not count.
+        """
         rows = self.map(items)
-        self._new_lookups.index_add_(0, rows, torch.ones_like(rows))
-        self._unknown.append((torch.where(rows == 0, items, NO_ITEM), torch.ones_like(items)))
-        if len(self._unknown) >= COMPACT_EVERY:
-            self._unknown = [self._count_unknown()]
+        if not is_repeated:
+            self._count(items, rows)
         if not (self.dropout or self.dropout_lookups):
             return rows
         is_dropped = torch.rand(len(rows), device=rows.device) < self.drop_probability(rows)
         return torch.where(is_dropped, 0, rows)
+
+    def _count(self, items: Tensor, rows: Tensor) -> None:
+        """Count the look-ups of items (n), which have rows (n)."""
+        self._new_lookups.index_add_(0, rows, torch.ones_like(rows))
+        self._unknown.append((torch.where(rows == 0, items, NO_ITEM), torch.ones_like(items)))
+        if len(self._unknown) >= COMPACT_EVERY:
+            self._unknown = [self._count_unknown()]
 
     def drop_probability(self, rows: Tensor) -> Tensor:
         """The probability (n) with which training reads the items of rows (n) as unknown."""

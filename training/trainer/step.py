@@ -8,7 +8,8 @@ B rows, O objectives, A auxiliary objectives.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,14 @@ from training.teacher.predictions import TeacherPredictions
 
 ItemRows = Callable[[Tensor], Tensor]  # item indexes (n) to rows (n) of the item table
 MAX_EMA_DECAY = 0.998  # about the last 500 steps
+
+
+class TrainingItemRows(Protocol):
+    """`ItemRows` that count look-ups, except those that are repeated, and may drop items."""
+
+    def __call__(self, items: Tensor, is_repeated: bool) -> Tensor:
+        """Map item indexes (n) to rows (n) of the item table."""
+        ...
 
 
 class EmaModel(AveragedModel):
@@ -244,15 +253,17 @@ class GemModel:
     tables: EmbeddingTables
     item_rows: ItemRows
     user_rows: int
-    training_item_rows: ItemRows | None = None
+    training_item_rows: TrainingItemRows | None = None
 
     def table_ids(self, batch: Batch, selection: HistorySelection) -> dict[str, Tensor]:
         """The ids that a batch looks up, by table; in training, items may be dropped.
 
-        The look-ups of a spare batch are not counted, since its rows were trained on before.
+        The look-ups of repeated and of spare batches are not counted, since their rows were trained
+        on before.
         """
-        is_counted = self.core.training and not batch.is_spare
-        item_rows = (is_counted and self.training_item_rows) or self.item_rows
+        item_rows = self.item_rows
+        if self.training_item_rows and self.core.training and not batch.is_spare:
+            item_rows = partial(self.training_item_rows, is_repeated=batch.is_repeated)
         return table_ids(batch, selection.positions, item_rows, self.user_rows)
 
     def __call__(self, batch: Batch, lookup: StartedLookup | None = None) -> GemOutput:
