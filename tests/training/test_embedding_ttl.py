@@ -1,20 +1,32 @@
 """Time-to-live of embedding rows: expired rows are reset, completely and once, and no others."""
 
 from datetime import date, timedelta
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.harness import SIMULATOR_SPEC
+from benchmarks.system.warm_start import manifest_of, trained_gem
+from etl.spec import load_spec
 from features.schema import ITEM_TABLE, USER_TABLE
+from training.config import TrainConfig
+from training.data.items import ItemTable
 from training.distributed.process_group import build_mesh, process_group
 from training.distributed.sharding import (
     TorchrecTables,
+    local_shards,
     reset_rows,
     rowwise_adagrad_params,
     shard_tables,
 )
-from training.trainer.embedding_ttl import LastAccess
+from training.model.config import GemOptions
+from training.model.embeddings import UNKNOWN_VALUE_ROW
+from training.trainer.embedding_ttl import NEVER, LastAccess
+from training.trainer.table_day import start_table_day
 
 TODAY = date(2026, 3, 1)
 ROWS, WIDTH = 8, 4
@@ -66,3 +78,22 @@ def test_a_reset_row_equals_a_new_one_and_others_do_not_change() -> None:
         # AdaGrad's first step on a row is the learning rate itself: its state was reset, too.
         first_step = (embeddings()[USER_TABLE][2] - after[USER_TABLE][2]).abs()
         torch.testing.assert_close(first_step, torch.full((WIDTH,), 0.05))
+
+
+def test_expired_rows_of_attributes_read_as_an_unknown_value_and_those_of_users_as_zero() -> None:
+    model = GemOptions(user_hash_buckets=64)
+    config = TrainConfig(scale="tiny", item_table_rows=64, embedding_ttl_days=30, model=model)
+    no_items = SimpleNamespace(first_seen_on=lambda _day: np.zeros(0, np.int64))
+    with process_group():
+        state = trained_gem(manifest_of(load_spec(SIMULATOR_SPEC), config))
+        country, users = (
+            local_shards(state.tables.state_dict()[f"collection.embeddings.{name}.weight"])[0].rows
+            for name in ("user_country", USER_TABLE)
+        )
+        unknown = country[UNKNOWN_VALUE_ROW].clone()
+        is_expired = state.last_access.last_days["user_country"] > NEVER
+        kept = country[~is_expired].clone()
+        assert users.any() and is_expired[UNKNOWN_VALUE_ROW] and is_expired.sum() > 10
+        start_table_day(state, cast("ItemTable", no_items), TODAY)
+        assert (country[is_expired] == unknown).all() and torch.equal(country[~is_expired], kept)
+        assert not users.any()

@@ -26,7 +26,7 @@ class EmbeddingTables(Protocol):
 
 
 NO_ITEM = -1  # the item of a row that is free
-UNKNOWN_VALUE_ROW = 1  # of a vocabulary's table; row 0 is a missing value
+UNKNOWN_VALUE_ROW = 1  # of a table of an attribute; row 0 is a missing value
 
 
 @dataclass(frozen=True)

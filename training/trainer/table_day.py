@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from features.schema import ITEM_TABLE
+from features.schema import ITEM_TABLE, USER_TABLE
 from training.data.items import ItemTable
 from training.distributed.sharding import decay_accumulators, reset_rows
+from training.model.embeddings import UNKNOWN_VALUE_ROW
 from training.trainer.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -17,6 +18,9 @@ log = logging.getLogger(__name__)
 
 def start_table_day(state: TrainState, items: ItemTable, day: date) -> None:
     """Evict and admit items, reset expired rows, and decay AdaGrad's accumulators.
+
+    Rows of new items start as that of the unknown item, expired rows of attributes as that of
+    unknown values, and expired rows of users from zero.
 
     All processes must call this, with the same random seed. Requires the counts of all processes:
     `TrainState.all_reduce_counts`.
@@ -45,7 +49,7 @@ def start_table_day(state: TrainState, items: ItemTable, day: date) -> None:
         state.tables,
         expired | {ITEM_TABLE: changes.assigned},
         state.initial_accumulator,
-        {ITEM_TABLE: _unknown_item(state)},
+        _unknown_vectors(state),
     )
     if config.embedding_accumulator_decay < 1 and not is_first_day:
         decay_accumulators(
@@ -54,9 +58,15 @@ def start_table_day(state: TrainState, items: ItemTable, day: date) -> None:
 
 
 @torch.no_grad()
-def _unknown_item(state: TrainState) -> Tensor:
-    """The vector (d) of the unknown item, on all processes."""
-    nothing = state.item_rows.lookups.new_zeros(0)
-    ids = dict.fromkeys(state.last_access.last_days, nothing) | {ITEM_TABLE: nothing.new_zeros(1)}
-    vector: Tensor = state.tables(ids)[ITEM_TABLE][0]
-    return vector
+def _unknown_vectors(state: TrainState) -> dict[str, Tensor]:
+    """The vectors (d) of the unknown item and of unknown values by table, on all processes.
+
+    The table of users has none: its rows start from zero.
+    """
+    row = state.item_rows.lookups.new_ones(1)
+    ids = dict.fromkeys(state.last_access.last_days, UNKNOWN_VALUE_ROW * row)
+    ids[ITEM_TABLE] = 0 * row
+    if USER_TABLE in ids:
+        ids[USER_TABLE] = row[:0]
+    vectors: dict[str, Tensor] = state.tables(ids)
+    return {name: rows[0] for name, rows in vectors.items() if name != USER_TABLE}
