@@ -19,6 +19,17 @@ SEGMENTS = 4
 FINITE = st.floats(-1e3, 1e3, width=32)
 
 
+def test_edges_are_quantiles_of_any_number_of_values() -> None:
+    """torch.quantile refuses more than 2**24."""
+    torch.manual_seed(0)
+    few = torch.randn(1000, 2).double()
+    levels = torch.linspace(0, 1, SEGMENTS + 1, dtype=torch.float64)
+    assert torch.equal(quantile_edges(few, SEGMENTS), torch.quantile(few, levels, 0).t().float())
+    many = torch.arange(2**24 + 1)[:, None] % 1001
+    edges = quantile_edges(many, SEGMENTS)
+    torch.testing.assert_close(edges, 1000 * levels[None].float(), rtol=0, atol=1)
+
+
 def test_running_statistics_are_the_mean_and_variance_of_all_values() -> None:
     torch.manual_seed(0)
     values = torch.randn(3000, 2) * torch.tensor([0.1, 50.0]) + torch.tensor([5.0, -3.0])

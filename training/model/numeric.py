@@ -64,10 +64,17 @@ def quantile_edges(values: Tensor, segments: int) -> Tensor:
     for feature, column in enumerate(values.double().unbind(1)):
         finite = column[column.isfinite()]
         if len(finite):
-            distinct = torch.quantile(finite, levels).float().unique()
+            distinct = _quantiles(finite, levels).float().unique()
             edges[feature, : len(distinct)] = distinct
             edges[feature, len(distinct) :] = distinct[-1]
     return edges
+
+
+def _quantiles(values: Tensor, levels: Tensor) -> Tensor:
+    """`torch.quantile` of any number of values (n); it has a limit of 2**24."""
+    ordered, ranks = values.sort().values, levels * (len(values) - 1)
+    below, above = ordered[ranks.floor().long()], ordered[ranks.ceil().long()]
+    return torch.lerp(below, above, ranks.frac())
 
 
 MAX_OUTER = 2.0  # segments' lengths that values beyond the outer edges count at most
