@@ -15,7 +15,7 @@ from benchmarks.harness import SIMULATOR_SPEC
 from etl.spec import load_spec
 from features.schema import feature_schema
 from training.config import TrainConfig
-from training.model.config import GemOptions
+from training.model.config import GemOptions, SequenceOptions
 from training.model.gem import Gem
 from training.trainer.optimizer import MuonAdamW, dense_optimizer, hidden_matrices
 
@@ -66,6 +66,19 @@ def test_no_embedding_head_or_stack_of_matrices_is_trained_by_muon(gem: Gem) -> 
     wukong = Gem(gem.features, TrainConfig(scale="tiny").gem_config)
     ids = {id(weight) for weight in hidden_matrices(wukong)}
     assert id(wukong.get_parameter("interaction.first.layers.0.row_linear.weight")) in ids
+
+
+def test_gates_are_trained_by_adamw(gem: Gem) -> None:
+    """Those of summaries in the sequence layers, and of the streams of FinalMLP."""
+    model = GemOptions(interaction="finalmlp", sequence=SequenceOptions(flow="int"))
+    gated = Gem(gem.features, TrainConfig(scale="tiny", model=model).gem_config)
+    ids = {id(weight) for weight in hidden_matrices(gated)}
+    names = {name: id(weight) in ids for name, weight in gated.named_parameters()}
+    gates = [name for name in names if "gate" in name.split(".")[:-1]]
+    parts = ("gate.", "history.encoder.", "interaction.")
+    assert all(any(name.startswith(part) for name in gates) for part in parts)
+    assert not any(names[name] for name in gates)
+    assert any(names[name] for name in names if name.startswith("interaction."))
 
 
 def test_the_step_of_muon_does_not_depend_on_the_size_of_gradients(gem: Gem) -> None:

@@ -47,8 +47,8 @@ def hidden_matrices(core: Gem) -> list[Tensor]:
     return [
         layer.weight
         for module in modules
-        for layer in module.modules()
-        if isinstance(layer, nn.Linear | RowLinear)
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear | RowLinear) and "gate" not in name.split(".")
     ]
 
 
