@@ -139,7 +139,11 @@ class EventGroupEncoder(nn.Module):
         return EncodedEvents(self.input_projection(tokens), offsets, ages)
 
     def append_cls_tokens(self, encoded: EncodedEvents, x: Tensor) -> EncodedEvents:
-        """Append the summary of rows (R, n, d) as tokens, which see all events."""
+        """Append the summary of rows (R, n, d) as tokens, which follow the newest event.
+
+        Self-attention has a window for them, too: with a window w a layer shows them about the w
+        newest events, and not all of them as in InterFormer (2411.09852).
+        """
         if self.cls_summary is None or self.cls_projection is None:
             return encoded
         return append_tokens(encoded, self.cls_projection(self.cls_summary(x)))
