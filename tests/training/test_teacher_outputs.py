@@ -5,6 +5,8 @@ import shutil
 from collections.abc import Iterator
 from datetime import date, timedelta
 from pathlib import Path
+from typing import Any
+from weakref import ref
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +28,7 @@ from training.data.reader import ExampleReader
 from training.distributed.process_group import process_group
 from training.teacher.compressor import MATRYOSHKA_WIDTHS, EmbeddingCompressor, fit_compressor
 from training.teacher.embeddings import TeacherEmbeddings, load_teacher_embeddings
-from training.teacher.ensemble import load_teacher
+from training.teacher.ensemble import Teacher, TeacherScores, load_teacher
 from training.teacher.outputs import compressor_version, write_teacher_outputs
 from training.trainer import checkpoint
 
@@ -120,6 +122,25 @@ def test_one_compressor_makes_the_embeddings_of_all_days(scored_lake: Lake) -> N
     write_teacher_outputs(scored_lake, (LAST, LAST))
     assert arrow.snapshot(scored_lake, schema).read(day=LAST).equals(rows)
     assert compressor.read_bytes() == weights
+
+
+def test_hidden_layers_of_a_day_are_not_kept_where_there_is_a_compressor(
+    scored_lake: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored, kept, score = [], [], Teacher.score
+
+    def record(*arguments: Any) -> TeacherScores:
+        kept.append(sum(hidden() is not None for hidden in scored))
+        scores = score(*arguments)
+        scored.append(ref(scores.output.hidden))
+        return scores
+
+    monkeypatch.setattr(Teacher, "score", record)
+    write_teacher_outputs(scored_lake, (LAST, LAST), batch_rows=100)
+    assert len(scored) > 3 and max(kept) <= 1
+    shutil.rmtree(Path(scored_lake.root) / "models" / "compressor")
+    write_teacher_outputs(scored_lake, (LAST, LAST), batch_rows=100)
+    assert max(kept) > 3, "the compressor is fitted to them"
 
 
 def test_settings_that_may_change_from_day_to_day_keep_the_compressor(scored_lake: Lake) -> None:

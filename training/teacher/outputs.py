@@ -44,14 +44,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ScoredDay:
-    """A day's `teacher_predictions`, its impressions (n), and GEM's hidden layer (n, M) of each.
+    """A day's `teacher_predictions`, its impressions (n), and the embedding (n, w bytes) of each.
 
     `logits` are those of the teacher's parts.
     """
 
     predictions: pa.Table
     impressions: pa.Table
-    hidden: Tensor
+    embeddings: Bytes
     logits: DayLogits
 
 
@@ -61,7 +61,8 @@ def write_teacher_outputs(
     """Score each day with the latest earlier GEM, and replace the day in both tables.
 
     Days without such a GEM, or without impressions of the surface that it was trained on, get no
-    rows; rankers train on them without a teacher. A day at a time is in memory.
+    rows; rankers train on them without a teacher. The rows of a day at a time are in memory, and
+    GEM's hidden layers of the day to which the compressor is fitted.
 
     Args:
         lake: The lake with the examples, the checkpoints, and the tables to write.
@@ -88,7 +89,7 @@ def write_teacher_outputs(
             continue
         teacher = load_teacher(lake, teacher_day, day)
         teacher.reader.require_days(day, day)
-        scored = _score_day(lake.spec, teacher, day, batch_rows)
+        scored = _score_day(lake, teacher, day, batch_rows)
         if scored is None:
             _write_empty_day(lake, day)
             continue
@@ -112,9 +113,7 @@ def _write_empty_day(lake: Lake, day: date) -> None:
 def _write_day(lake: Lake, day: date, teacher: Teacher, scored: ScoredDay) -> None:
     """Replace a day in both tables, with the versions of the tables that were read."""
     version = compressor_version(teacher.manifest)
-    compressor = _load_or_fit_compressor(lake, version, scored.hidden)
-    with torch.no_grad():
-        embeddings = _binary_array(quantize_int4(compressor(scored.hidden).numpy()))
+    embeddings = _binary_array(scored.embeddings)
     rows = scored.impressions.append_column("teacher_embedding_int4", embeddings)
     rows = rows.append_column("compressor_version", pa.repeat(version, len(rows)))
     sources: dict[str, object] = dict(teacher.reader.table_versions)
@@ -133,11 +132,13 @@ def _replace_day(
     arrow.replace_rows(lake, schema, rows, f"day = '{day}'", sources)
 
 
-def _score_day(spec: DataSpec, teacher: Teacher, day: date, batch_rows: int) -> ScoredDay | None:
+def _score_day(lake: Lake, teacher: Teacher, day: date, batch_rows: int) -> ScoredDay | None:
     """Score all impressions of a day, bucket by bucket; None if the teacher reads none of them."""
+    spec = lake.spec
+    embeddings = _Embeddings(compressor_path(lake.root, compressor_version(teacher.manifest)))
     schema = model_schemas.teacher_predictions(spec)
     objectives = trained_objectives(spec, teacher.manifest)
-    predictions, impressions, hidden, ids, parts = [], [], [], [], []
+    predictions, impressions, ids, parts = [], [], [], []
     buckets = range(spec.buckets)
     for bucket in tqdm(buckets, desc=f"teacher {day}", unit="bucket", disable=None):
         shard = (bucket, spec.buckets)
@@ -149,7 +150,7 @@ def _score_day(spec: DataSpec, teacher: Teacher, day: date, batch_rows: int) -> 
             logits = _logit_columns(spec, scores.logits, objectives)
             predictions.append(pa.table(provenance | logits).select(list(schema.columns)))
             impressions.append(pa.table(provenance | _impression_columns(spec, batch, day)))
-            hidden.append(scores.output.hidden)
+            embeddings.add(scores.output.hidden)
             ids.append(batch.impression_ids)
             parts.append((scores.gem, scores.trees))
     if not predictions:
@@ -157,7 +158,7 @@ def _score_day(spec: DataSpec, teacher: Teacher, day: date, batch_rows: int) -> 
     return ScoredDay(
         predictions=pa.concat_tables(predictions).cast(arrow_schema(schema)),
         impressions=pa.concat_tables(impressions),
-        hidden=torch.cat(hidden),
+        embeddings=embeddings.compute(),
         logits=DayLogits(
             np.concatenate(ids), *(np.concatenate(part) for part in zip(*parts, strict=True))
         ),
@@ -233,20 +234,41 @@ def compressor_path(lake: str, version: str) -> StoragePath:
     return resolve_uri(lake, "models", "compressor", f"{version}.safetensors")
 
 
-def _load_or_fit_compressor(lake: Lake, version: str, hidden: Tensor) -> EmbeddingCompressor:
-    """The compressor of a version; if there is none, one fitted to the hidden layers (n, M).
+class _Embeddings:
+    """The embeddings of a day's impressions, batch by batch.
 
-    It is fitted once, so that the numbers of an embedding mean the same on all days. It may be
-    fitted to the day that is scored, because it needs no labels and the embeddings are not visible
-    before the day ends.
+    The compressor of a file is fitted to the day's hidden layers if there is none: once, so that
+    the numbers of an embedding mean the same on all days. It may be fitted to the day that is
+    scored, because it needs no labels and the embeddings are not visible before the day ends.
     """
-    path = compressor_path(lake.root, version)
-    if path.is_file():
-        return load_compressor(path)
-    compressor = EmbeddingCompressor(hidden.shape[1])
-    fit_compressor(compressor, hidden, COMPRESSOR_SEED)
-    save_compressor(compressor, path)
-    return compressor
+
+    def __init__(self, path: StoragePath) -> None:
+        self.path = path
+        self.compressor = load_compressor(path) if path.is_file() else None
+        self._hidden: list[Tensor] = []
+        self._embeddings: list[Bytes] = []
+
+    def add(self, hidden: Tensor) -> None:
+        """Add the hidden layers (n, M) of a batch, which are kept only to fit a compressor."""
+        if self.compressor:
+            self._embeddings.append(_compressed(self.compressor, hidden))
+        else:
+            self._hidden.append(hidden)
+
+    def compute(self) -> Bytes:
+        """The embeddings (n, w bytes) of all batches."""
+        if not self.compressor:
+            self.compressor = EmbeddingCompressor(self._hidden[0].shape[1])
+            fit_compressor(self.compressor, torch.cat(self._hidden), COMPRESSOR_SEED)
+            save_compressor(self.compressor, self.path)
+            self._embeddings = [_compressed(self.compressor, hidden) for hidden in self._hidden]
+        return np.concatenate(self._embeddings)
+
+
+@torch.no_grad()
+def _compressed(compressor: EmbeddingCompressor, hidden: Tensor) -> Bytes:
+    """The embeddings (n, w bytes) of hidden layers (n, M)."""
+    return quantize_int4(compressor(hidden).numpy())
 
 
 def _binary_array(rows: Bytes) -> pa.Array:
