@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.harness import BenchmarkResult
-from benchmarks.system.gpu import dense_mfu, make_dense_step, measure_gpu
+from benchmarks.system.gpu import dense_mfu, has_syncs, make_dense_step, measure_gpu
 from benchmarks.system.model_blocks import count_flops
 from training.config import ComputeConfig
 from training.data.synthetic import BatchShape
@@ -24,3 +24,11 @@ def test_without_a_card_each_figure_is_null_with_the_reason() -> None:
 def test_the_share_of_the_devices_rate_is_measured_on_the_cpu_too() -> None:
     step = make_dense_step("tiny", BatchShape(4, 2, 20, 100), CPU, ComputeConfig())
     assert 0 < dense_mfu(step, count_flops(step), CPU) < 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+def test_the_host_does_not_wait_for_the_card_in_a_step() -> None:
+    shape, device = BatchShape(4, 2, 20, 100), torch.device("cuda")
+    step = make_dense_step("tiny", shape, device, ComputeConfig(precision="bf16"))
+    step()  # compiles kernels
+    assert not has_syncs(step)
