@@ -274,7 +274,13 @@ class ProbeArgs(LakeArgs):
     """The GEM whose probes are read, and the rows of which recipes are timed on a GPU."""
 
     day: Annotated[date, tyro.conf.arg(help="the last day that the GEM was trained on")]
-    rows: Annotated[int, Field(ge=1), tyro.conf.arg(help="rows of the timed products")] = 8192
+    rows: Annotated[
+        int | None,
+        Field(ge=1),
+        tyro.conf.arg(
+            help="rows of the timed products; by default those of each layer in the probed steps"
+        ),
+    ] = None
 
 
 @holds_leases("gem")

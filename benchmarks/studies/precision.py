@@ -270,8 +270,9 @@ def _product_speedups(scale: "Scale") -> "Speedups":
 
     from training.precision.dispatch import measure_speedups
 
-    device = torch.device("cuda")
-    return measure_speedups(_linear_layers(scale), GPU_ROWS, ("fp8_tensor", "fp8_row"), device)
+    layers, device = _linear_layers(scale), torch.device("cuda")
+    rows = dict.fromkeys(layers, GPU_ROWS)
+    return measure_speedups(layers, rows, ("fp8_tensor", "fp8_row"), device)
 
 
 def _step_speedups(scale: "Scale", speedups: "Speedups") -> dict[str, float]:

@@ -18,7 +18,13 @@ from tests.training.fp8 import FP8, Model, normals
 from tests.world import copy_of
 from training.distributed.process_group import process_group
 from training.evaluation.predictions import evaluation_path
-from training.precision.dispatch import MAX_MERE, choose_recipes, precision_map
+from training.precision import dispatch
+from training.precision.dispatch import (
+    MAX_MERE,
+    choose_recipes,
+    measure_speedups,
+    precision_map,
+)
 from training.precision.errors import CANDIDATES, RecipeError, measure_errors
 from training.precision.precision_map import precision_map_path
 from training.precision.probe import BLOCK_WIDTH, GaussianStatistics, MatrixNormal, Probe
@@ -108,6 +114,26 @@ def test_a_probe_watches_each_kth_step_and_changes_nothing() -> None:
     plain(normals(8, 24)).sum().backward()
     for a, b in zip(watched.parameters(), plain.parameters(), strict=True):
         assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+
+
+def test_each_layer_is_timed_with_the_rows_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, timed = nn.Module(), []
+    model.trunk = nn.Sequential(nn.Linear(4, 4))
+    model.interaction = nn.Linear(4, 4)
+    probe = Probe(model, every=1)
+    for size in (8, 16):
+        with probe.watch(0):
+            model.trunk(torch.zeros(size, 4))
+            model.interaction(torch.zeros(size, 5, 4))
+
+    def record(outputs: int, inputs: int, rows: int, *_: object) -> dict[object, float]:
+        timed.append((outputs, inputs, rows))
+        return {}
+
+    monkeypatch.setattr(dispatch, "_speedups_of_shape", record)
+    rows = {name: site.rows_per_call for name, site in probe.by_name()}
+    measure_speedups(probe.layers, rows, (), torch.device("cpu"))
+    assert sorted(timed) == [(4, 4, 12), (4, 4, 60)]
 
 
 def errors_of(probe: Probe, site: str, direction: str) -> dict[str, RecipeError]:

@@ -93,18 +93,21 @@ def precision_map(choices: Iterable[Choice], device: str = "") -> PrecisionMap:
 
 
 def measure_speedups(
-    layers: Mapping[str, nn.Linear], rows: int, recipes: Sequence[RecipeName], device: torch.device
+    layers: Mapping[str, nn.Linear],
+    rows: Mapping[str, int],
+    recipes: Sequence[RecipeName],
+    device: torch.device,
 ) -> Speedups:
     """Seconds of bf16 over those of each recipe, casts included, by layer and direction.
 
-    Layers of the same shape are measured once.
+    Layers of the same shape and number of `rows` are measured once.
     """
-    by_shape: dict[tuple[int, int], dict[tuple[Direction, RecipeName], float]] = {}
+    by_shape: dict[tuple[int, int, int], dict[tuple[Direction, RecipeName], float]] = {}
     speedups = {}
     for name, layer in layers.items():
-        shape = layer.out_features, layer.in_features
+        shape = layer.out_features, layer.in_features, rows[name]
         if shape not in by_shape:
-            by_shape[shape] = _speedups_of_shape(*shape, rows, recipes, device)
+            by_shape[shape] = _speedups_of_shape(*shape, recipes, device)
         for (direction, recipe), value in by_shape[shape].items():
             speedups[name, direction, recipe] = value
     return speedups

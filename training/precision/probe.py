@@ -155,13 +155,29 @@ def _cholesky(covariance: Tensor) -> Tensor:
 
 
 class SiteProbe(nn.Module):
-    """The distributions of one layer's inputs, output gradients and weights."""
+    """The distributions of one layer's inputs, output gradients and weights, and its rows."""
+
+    calls: Tensor
+    rows: Tensor
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("rows", torch.zeros((), dtype=torch.int64))
         self.inputs = GaussianStatistics(layer.in_features)
         self.gradients = GaussianStatistics(layer.out_features)
         self.weights = MatrixNormal(layer.out_features, layer.in_features)
+
+    def add_inputs(self, x: Tensor) -> None:
+        """Add the inputs (..., K) of a call."""
+        self.calls += 1
+        self.rows += x.numel() // self.inputs.width
+        self.inputs.update(x)
+
+    @property
+    def rows_per_call(self) -> int:
+        """The mean rows of a call; 0 if no call was counted, as by earlier versions."""
+        return round(int(self.rows) / max(1, int(self.calls)))
 
 
 class Probe(nn.Module):
@@ -202,7 +218,7 @@ def _recorder(site: SiteProbe) -> Any:
     """A forward hook that records inputs, and the gradient of the output once it is known."""
 
     def record(_layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        site.inputs.update(inputs[0])
+        site.add_inputs(inputs[0])
         if output.requires_grad:
             output.register_hook(site.gradients.update)
 

@@ -20,6 +20,8 @@ from training.precision.recipes import RECIPES
 from training.trainer import checkpoint
 from training.trainer.state import build_train_state
 
+UNKNOWN_ROWS = 8192  # of a layer whose rows an earlier version did not count
+
 
 def load_probe(lake: Lake, day: date) -> Probe:
     """The probe of the GEM that was trained until a day; raises UserError if it has none."""
@@ -38,8 +40,13 @@ def load_probe(lake: Lake, day: date) -> Probe:
     return state.probe
 
 
-def choose_precision(lake: Lake, day: date, rows: int) -> tuple[list[Choice], PrecisionMap]:
-    """The recipe of each layer and direction, timed on `rows` rows where a GPU is available."""
+def choose_precision(
+    lake: Lake, day: date, rows: int | None = None
+) -> tuple[list[Choice], PrecisionMap]:
+    """The recipe of each layer and direction, timed where a GPU is available.
+
+    Products of a layer have as many `rows` as in the probed steps, unless a number is given.
+    """
     probe = load_probe(lake, day)
     errors = list(measure_errors(probe))
     if not errors:
@@ -51,7 +58,8 @@ def choose_precision(lake: Lake, day: date, rows: int) -> tuple[list[Choice], Pr
     device = torch.device("cuda")
     fp8 = [name for name in CANDIDATES if RECIPES[name].is_fp8]
     timed = [name for name in fp8 if not RECIPES[name].is_emulated]
-    choices = choose_recipes(errors, measure_speedups(probe.layers, rows, timed, device))
+    by_layer = {n: rows or site.rows_per_call or UNKNOWN_ROWS for n, site in probe.by_name()}
+    choices = choose_recipes(errors, measure_speedups(probe.layers, by_layer, timed, device))
     return choices, precision_map(choices, torch.cuda.get_device_name())
 
 
