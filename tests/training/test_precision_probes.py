@@ -24,6 +24,7 @@ from training.precision.dispatch import (
     choose_recipes,
     measure_speedups,
     precision_map,
+    speed_warning,
 )
 from training.precision.errors import CANDIDATES, RecipeError, measure_errors
 from training.precision.precision_map import precision_map_path
@@ -184,6 +185,15 @@ def test_recipes_without_a_kernel_are_probed_and_never_chosen_on_a_gpu() -> None
     fast = {("trunk.0", "input_grad", name): 3.0 for name in RECIPES}
     (by_speed,) = choose_recipes(errors, fast)  # type: ignore[arg-type]
     assert by_speed.recipe == "bf16" and "no kernel for" in by_speed.reason
+
+
+def test_a_map_without_speeds_of_the_card_is_warned_of() -> None:
+    (choice,) = choose_recipes(recipe_errors(fp8_tensor=0.15, fp8_block=0.1))
+    warning = speed_warning(precision_map([choice]), "H200") or ""
+    assert "chosen on a CPU" in warning and "fp8_block have no kernel" in warning
+    timed = precision_map([choice], "A100")
+    assert "chosen on A100" in (speed_warning(timed, "H200") or "")
+    assert speed_warning(timed, "A100") is None
 
 
 def train(lake: Lake, spec_path: Path, *flags: str) -> int:

@@ -92,6 +92,19 @@ def precision_map(choices: Iterable[Choice], device: str = "") -> PrecisionMap:
     )
 
 
+def speed_warning(chosen: PrecisionMap, device: str) -> str | None:
+    """A warning of a map whose speeds were not measured on a card of this name; else None."""
+    if chosen.device == device:
+        return None
+    recipes = {site.of(direction) for site in chosen.sites.values() for direction in DIRECTIONS}
+    emulated = sorted(name for name in recipes if RECIPES[name].is_emulated)
+    slow = f", and {', '.join(emulated)} have no kernel and are emulated" if emulated else ""
+    return (
+        f"FP8: the map of recipes was chosen on {chosen.device or 'a CPU'}, so that their speeds "
+        f"on {device} are unknown{slow}: run `gemline train probe` on this machine"
+    )
+
+
 def measure_speedups(
     layers: Mapping[str, nn.Linear],
     rows: Mapping[str, int],

@@ -34,6 +34,7 @@ from training.distributed.sharding import reset_all_rows
 from training.evaluation.metrics import PrequentialMetrics
 from training.evaluation.predictions import Predictions, predict
 from training.model.gem import GemOutput
+from training.precision.dispatch import speed_warning
 from training.trainer import checkpoint
 from training.trainer.async_checkpoint import AsyncCheckpointer
 from training.trainer.batch_pipeline import BatchPipeline, PreparedBatch
@@ -74,13 +75,18 @@ def train_days(
     reader = latest_reader(lake, config)
     reader.require_days(*days)
     manifest, path = starting_point(lake, reader, days, config, member)
+    device = process_device()
+    if manifest.precision_map and device.type == "cuda" and dist.get_rank() == 0:
+        warning = speed_warning(manifest.precision_map, torch.cuda.get_device_name(device))
+        if warning:
+            log.warning("%s", warning)
     timeline.record("tables")
     statistics = None if path else first_day_statistics(lake, reader, manifest)
     if statistics:
         manifest = manifest.with_base_rates(statistics.base_rates)
     elif path is None:  # e.g. a surface that started later
         manifest = manifest.without_edges()
-    state = build_train_state(manifest, parallelism, statistics, process_device())
+    state = build_train_state(manifest, parallelism, statistics, device)
     timeline.record("model")
     if path:
         checkpoint.load_checkpoint(path, state)
