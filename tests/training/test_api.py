@@ -54,6 +54,7 @@ def test_a_dataset_may_hold_unlabelled_impressions_and_those_of_one_surface(lake
     )
     assert len(impressions_of(list(every))) == lake.count_rows("examples", (FIRST, LAST))
     batches = list(of_surface)
+    assert batches
     assert all((batch.surface == lake.spec.surface_codes[surface]).all() for batch in batches)
     assert not any(len(batch.history.item_index) for batch in batches)
 

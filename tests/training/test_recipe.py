@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from etl.errors import UserError
 from etl.tables.lake import Lake
+from etl.tables.uri import StoragePath
 from features.schema import USER_TABLE
 from tests.conftest import FIRST
 from tests.world import copy_of
@@ -28,6 +29,7 @@ from training.distributed.sharding import (
 from training.evaluation.metrics import PrequentialMetrics
 from training.model.config import GemOptions
 from training.trainer import checkpoint
+from training.trainer.async_checkpoint import AsyncCheckpointer
 from training.trainer.resume import DayBatches, first_day_statistics, starting_point
 from training.trainer.state import Manifest, TrainState, build_train_state, latest_reader
 from training.trainer.step import Loss
@@ -210,15 +212,15 @@ class StoppedError(Exception):
 
 
 @dataclass
-class StoppingTrainer(Trainer):
-    """Stops right after the checkpoint of a step of the day."""
+class StoppingCheckpointer(AsyncCheckpointer):
+    """Stops the training right after the checkpoint of a step of the day."""
 
     stop_at: int = field(kw_only=True)
 
-    def _save_partial(self, *arguments: object) -> None:
-        super()._save_partial(*arguments)  # type: ignore[arg-type]
-        if self.state.manifest.batches == self.stop_at:
-            self.checkpointer.wait()
+    def save(self, path: StoragePath, train_state: TrainState) -> None:
+        super().save(path, train_state)
+        if train_state.manifest.batches == self.stop_at:
+            self.wait()
             raise StoppedError
 
 
@@ -234,7 +236,7 @@ def train_until(lake: Lake, config: TrainConfig, step: int) -> int:
         if path:
             checkpoint.load_checkpoint(path, state)
         meter = ThroughputMeter(Timeline())
-        trainer = StoppingTrainer(lake, reader, state, meter, stop_at=step)
+        trainer = Trainer(lake, reader, state, meter, StoppingCheckpointer(stop_at=step))
         with pytest.raises(StoppedError):
             trainer.train_day(FIRST)
     return trainer.pass_ends[-1]
