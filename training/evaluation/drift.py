@@ -177,7 +177,7 @@ def drift_metrics(lake: Lake, data_until: date) -> list[DriftMetric]:
 
 def prequential_metrics(
     objective: str, prequential: Sequence[TeacherPrequential]
-) -> Iterator[DriftMetric]:
+) -> list[DriftMetric]:
     """NE and calibration of an objective by day, each summed over the surfaces with enough labels.
 
     For calibration either predicted or actual positives have to be enough, so that missing ones are
@@ -187,16 +187,19 @@ def prequential_metrics(
     of_calibration = _by_day(
         [m for m in prequential if max(m.positives, m.predicted) >= MIN_POSITIVES]
     )
+    ne_days, calibration_days = (tuple(m.day for m in sums) for sums in (of_ne, of_calibration))
+    ne = tuple(m.ne for m in of_ne)
+    calibration = tuple(m.calibration for m in of_calibration)
+    metrics = (
+        DriftMetric(
+            f"NE of {objective}", ne_days, ne, 0.1, increase_only=True, blocks_promotion=True
+        ),
+        DriftMetric(
+            f"calibration of {objective}", calibration_days, calibration, 0.2, blocks_promotion=True
+        ),
+    )
     day_before_newest = max((m.day for m in prequential), default=date.max) - timedelta(days=1)
-    if of_ne and of_ne[-1].day >= day_before_newest:
-        days, values = tuple(m.day for m in of_ne), tuple(m.ne for m in of_ne)
-        name = f"NE of {objective}"
-        yield DriftMetric(name, days, values, 0.1, increase_only=True, blocks_promotion=True)
-    if of_calibration and of_calibration[-1].day >= day_before_newest:
-        days = tuple(m.day for m in of_calibration)
-        values = tuple(m.calibration for m in of_calibration)
-        name = f"calibration of {objective}"
-        yield DriftMetric(name, days, values, 0.2, blocks_promotion=True)
+    return [metric for metric in metrics if metric.days and metric.days[-1] >= day_before_newest]
 
 
 def _by_day(prequential: Sequence[TeacherPrequential]) -> list[TeacherPrequential]:
