@@ -203,7 +203,9 @@ def evaluate(args: SplitArgs) -> None:
 class ImportanceArgs(SplitArgs):
     """The split whose test days are predicted, and how many impressions of them."""
 
-    rows: Annotated[int, Field(ge=1), tyro.conf.arg(help="impressions that are predicted")] = 10_000
+    rows: Annotated[int, Field(ge=1), tyro.conf.arg(help="number of impressions to predict")] = (
+        10_000
+    )
 
 
 def importance(args: ImportanceArgs) -> None:

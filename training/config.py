@@ -19,8 +19,8 @@ class ComputeConfig(StrictModel):
     precision: Annotated[
         Literal["fp32", "tf32", "bf16", "fp8"],
         tyro.conf.arg(
-            help="precision of matrix products; tf32 is that of tensor cores on CUDA; fp8 is by "
-            "layer, as the map says that `gemline train probe` wrote"
+            help="precision of matrix products; tf32: that of tensor cores on CUDA; fp8: per "
+            "layer, from the precision map written by `gemline train probe`"
         ),
     ] = "fp32"
     probe_every: Annotated[
