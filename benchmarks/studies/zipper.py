@@ -52,14 +52,14 @@ class NaiveMixTrainer(StudentTrainer):
         for batch in super()._epoch(days, window, number):
             labels, mask = batch.labels.clone(), batch.label_mask.clone()
             for column, objective in enumerate(objectives):
-                chosen = batch.auxiliary_mask[:, column]
-                labels[chosen, objective] = batch.auxiliary_labels[chosen, column]
+                chosen = batch.extra_mask[:, column]
+                labels[chosen, objective] = batch.extra_labels[chosen, column]
                 mask[:, objective] |= chosen
             yield replace(
                 batch,
                 labels=labels,
                 label_mask=mask,
-                auxiliary_mask=torch.zeros_like(batch.auxiliary_mask),
+                extra_mask=torch.zeros_like(batch.extra_mask),
             )
 
 

@@ -165,8 +165,8 @@ def without_last_rows(batch: Batch) -> Batch:
         labels=batch.labels[keep],
         label_mask=batch.label_mask[keep],
         outcome_values=batch.outcome_values[keep],
-        auxiliary_labels=batch.auxiliary_labels[keep],
-        auxiliary_mask=batch.auxiliary_mask[keep],
+        extra_labels=batch.extra_labels[keep],
+        extra_mask=batch.extra_mask[keep],
         impression_ids=batch.impression_ids[keep.numpy()],
         swap_weights=batch.swap_weights[keep],
     )

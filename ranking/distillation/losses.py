@@ -176,7 +176,7 @@ class DistillationLoss:
         loss = self._served_head_loss(logits, batch, teacher)
         if self.window_heads is not None:
             window_logits = self.window_heads(served, position_effects)
-            labels, mask = batch.auxiliary_labels, batch.auxiliary_mask
+            labels, mask = batch.extra_labels, batch.extra_mask
             loss = loss + masked_loss(window_logits, labels, mask, len(batch))
         torch.autograd.backward(loss)
         assert served.grad is not None

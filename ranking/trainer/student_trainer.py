@@ -201,7 +201,7 @@ class StudentTrainer:
             is_learned = is_learned.clone()
             spec = self.student.input_builder.reader.lake.spec
             for column, objective in enumerate(spec.extra_window_objectives):
-                is_learned[:, objective] |= batch.auxiliary_mask[:, column]
+                is_learned[:, objective] |= batch.extra_mask[:, column]
         return is_learned
 
     def snapshot(self, first_day: date, labels_until: int) -> TrainingSnapshot:

@@ -74,13 +74,13 @@ def test_the_loss_is_cross_entropy_of_events_and_huber_of_dwells(trained: TrainS
     features = trained.manifest.features
     config = training_of(0.3, objective_weights={"view_time": 2.0})
     batch = random_batch(features, SHAPE, 5)
-    mask = torch.rand(batch.auxiliary_mask.shape) < 0.6
-    batch = replace(batch, auxiliary_mask=mask, label_mask=torch.zeros_like(batch.label_mask))
+    mask = torch.rand(batch.extra_mask.shape) < 0.6
+    batch = replace(batch, extra_mask=mask, label_mask=torch.zeros_like(batch.label_mask))
     trained.model.core.eval()
     output = trained.model(batch)
     expected = 0.0
     for row, column in mask.nonzero().tolist():
-        y, x = float(batch.auxiliary_labels[row, column]), float(output.auxiliary[row, column])
+        y, x = float(batch.extra_labels[row, column]), float(output.auxiliary[row, column])
         if NAMES[column] == "view_time":
             error = abs(x - y)
             expected += 2.0 * (error - 0.5 if error > 1 else error**2 / 2)
@@ -89,7 +89,7 @@ def test_the_loss_is_cross_entropy_of_events_and_huber_of_dwells(trained: TrainS
             expected -= float(torch.tensor(p if y else 1 - p).log())
     loss = Loss.from_config(config, features)(output, batch, 10)
     assert float(loss) == pytest.approx(0.3 * expected / 10, rel=1e-4)
-    assert (batch.auxiliary_labels[:, 1] > 1).any(), "dwells are not only 0 and 1"
+    assert (batch.extra_labels[:, 1] > 1).any(), "dwells are not only 0 and 1"
 
 
 def test_auxiliary_labels_train_the_layers_that_all_objectives_share(trained: TrainState) -> None:
@@ -122,8 +122,8 @@ def test_predictions_do_not_depend_on_auxiliary_labels_or_outputs(trained: Train
     scored = trained.model(batch)
     unread = replace(
         batch,
-        auxiliary_labels=batch.auxiliary_labels[:, :0],
-        auxiliary_mask=batch.auxiliary_mask[:, :0],
+        extra_labels=batch.extra_labels[:, :0],
+        extra_mask=batch.extra_mask[:, :0],
     )
     assert torch.equal(trained.model(unread).logits, scored.logits)
     assert scored.logits.shape[1] == 3 and scored.auxiliary.shape[1] == len(NAMES)
@@ -205,7 +205,7 @@ def test_a_step_without_final_auxiliary_labels_leaves_their_towers_without_gradi
     state = build_train_state(manifest_of(changed_spec(with_auxiliary), training_of(0.3)))
     features = state.manifest.features
     batch = random_batch(features, SHAPE, 5)
-    batch = replace(batch, auxiliary_mask=torch.zeros_like(batch.auxiliary_mask))
+    batch = replace(batch, extra_mask=torch.zeros_like(batch.extra_mask))
     state.model.core.train()
     loss = Loss.from_config(state.manifest.training, features)
     train_step(state.model, batch, len(batch), state.optimizer, loss)

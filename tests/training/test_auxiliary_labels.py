@@ -25,7 +25,7 @@ from training.data.label_window import LabelWindow
 from training.data.labels import MAX_DWELL_SECONDS, Labels, labels_of
 from training.data.reader import ExampleReader
 from training.model.config import GemOptions
-from training.trainer.resume import day_labels
+from training.trainer.resume import label_window_of_day
 from training.trainer.state import latest_reader
 
 HOUR, DAYS = 3600, 6
@@ -83,12 +83,12 @@ def test_auxiliary_labels_are_those_of_a_plain_loop(seed: int) -> None:
                 is_known and row["surface"] in surfaces and window.start <= trained < window.end
                 for window in PASSES
             ]
-            assert [bool(p.auxiliary_mask[number, column]) for p in passes] == expected
+            assert [bool(p.extra_mask[number, column]) for p in passes] == expected
             if any(expected):
                 label = row[f"label_{name}"]
                 if name == "view_time":
                     label = math.log1p(row["dwell_ms_view_time"] / 1000)
-                assert passes[0].auxiliary[number, column] == pytest.approx(label, rel=1e-5)
+                assert passes[0].extra_labels[number, column] == pytest.approx(label, rel=1e-5)
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -101,11 +101,11 @@ def test_no_auxiliary_label_is_trained_on_twice_early_or_alone(seed: int) -> Non
     total = np.zeros(mature.shape, int)
     for window in PASSES:
         labels = used(table, window)
-        total += labels.auxiliary_mask
-        assert (mature[labels.auxiliary_mask] < window.end).all()
-        assert labels.mask[labels.auxiliary_mask.any(1)].any(1).all()
+        total += labels.extra_mask
+        assert (mature[labels.extra_mask] < window.end).all()
+        assert labels.mask[labels.extra_mask.any(1)].any(1).all()
         plain = used(table, replace(window, include_auxiliary=False))
-        assert plain.auxiliary_mask.shape == (len(table), 0)
+        assert plain.extra_mask.shape == (len(table), 0)
         assert (plain.mask == labels.mask).all()
     assert total.max() == 1
 
@@ -123,7 +123,7 @@ def test_a_dwell_counts_for_at_most_a_day() -> None:
     table = random_labels(0)
     column = table.column_names.index("dwell_ms_view_time")
     table = table.set_column(column, "dwell_ms_view_time", pa.repeat(1e300, len(table)))
-    labels = used(table, PASSES[0]).auxiliary[:, 1]
+    labels = used(table, PASSES[0]).extra_labels[:, 1]
     assert labels == pytest.approx(math.log1p(MAX_DWELL_SECONDS))
 
 
@@ -183,15 +183,15 @@ def test_gem_trains_on_the_same_rows_and_batches_with_auxiliary_labels(
     width = len(lake.spec.auxiliary_objectives) if weight else 0
     counts: Counter[str] = Counter()
     for day in date_range(FIRST, LAST):
-        window = day_labels(lake, day, manifest)
+        window = label_window_of_day(lake, day, manifest)
         assert window.include_auxiliary == (weight > 0)
         days = list(date_range(FIRST, day))
         plain = reader.batches(days, replace(window, include_auxiliary=False), 200, Shuffle(0))
         for batch, other in zip(reader.batches(days, window, 200, Shuffle(0)), plain, strict=True):
             assert batch.impression_ids.tolist() == other.impression_ids.tolist()
             assert batch.label_mask.equal(other.label_mask)
-            assert batch.auxiliary_labels.shape[1] == width
-            rows, _ = np.nonzero(batch.auxiliary_mask.numpy())
+            assert batch.extra_labels.shape[1] == width
+            rows, _ = np.nonzero(batch.extra_mask.numpy())
             counts.update(batch.impression_ids[rows].tolist())
     assert set(counts.values()) == ({1} if weight else set())
     assert len(counts) > 50 or not weight

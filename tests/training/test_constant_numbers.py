@@ -12,7 +12,7 @@ from tests.training.test_input_statistics import CONFIG, SECOND, item_edges
 from training.data.input_statistics import input_statistics
 from training.distributed.process_group import process_group
 from training.model.numeric import quantile_edges
-from training.trainer.resume import day_labels, starting_point
+from training.trainer.resume import label_window_of_day, starting_point
 from training.trainer.state import latest_reader
 from training.trainer.trainer import train_days
 
@@ -40,7 +40,7 @@ def test_a_number_that_was_constant_gets_edges_on_the_first_day_on_which_it_vari
         train_days(own, (FIRST, SECOND), CONFIG)
         reader = latest_reader(own, CONFIG)
         manifest, _ = starting_point(own, reader, (SECOND, SECOND), CONFIG)
-        statistics = input_statistics(reader, SECOND, day_labels(own, SECOND, manifest))
+        statistics = input_statistics(reader, SECOND, label_window_of_day(own, SECOND, manifest))
         first, second = item_edges(own, FIRST), item_edges(own, SECOND)
     assert statistics
     fitted = quantile_edges(statistics.row_numeric, first.shape[1] - 1)

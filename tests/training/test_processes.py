@@ -35,7 +35,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.x)
 
-    def as_spare(self) -> "Rows":
+    def as_padding(self) -> "Rows":
         return Rows(self.x, torch.zeros_like(self.label_mask))
 
 
@@ -63,7 +63,7 @@ def counted(state: TrainState) -> dict[str, Tensor]:
     return statistics | {name: x.clone() for name, x in state.item_rows.state_dict().items()}
 
 
-def test_a_spare_batch_changes_no_statistics_and_no_counts() -> None:
+def test_a_padding_batch_changes_no_statistics_and_no_counts() -> None:
     options = GemOptions(sequence=SequenceOptions(next_action_weight=0.1))
     config = TrainConfig(scale="tiny", item_table_rows=1024, model=options)
     with process_group():
@@ -72,7 +72,7 @@ def test_a_spare_batch_changes_no_statistics_and_no_counts() -> None:
         features = state.manifest.features
         batch, loss = random_batch(features, SHAPE), Loss.from_config(config, features)
         states = [counted(state)]
-        for repeated in (batch, batch.as_spare(), batch):
+        for repeated in (batch, batch.as_padding(), batch):
             output = train_step(state.model, repeated, len(batch), state.optimizer, loss)
             assert output.logits.isfinite().all()
             states.append(counted(state))

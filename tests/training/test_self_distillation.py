@@ -72,7 +72,7 @@ def test_the_gradient_is_towards_the_label_and_the_stored_probability(
         batch = next(day.shard_batches(0))
         unknown = np.array([*["not stored"] * 5, *batch.impression_ids[5:]], object)
         batch = replace(batch, impression_ids=unknown)
-        batch = replace(batch, auxiliary_mask=torch.zeros_like(batch.auxiliary_mask))
+        batch = replace(batch, extra_mask=torch.zeros_like(batch.extra_mask))
         loss = replace(
             Loss.from_config(config, day.reader.features, teacher=teacher),
             auxiliary_weights=torch.zeros(0),

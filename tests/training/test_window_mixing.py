@@ -81,11 +81,11 @@ def test_each_row_learns_one_window_of_each_objective_once(seed: int) -> None:
             for window, labels in zip(PASSES, passes, strict=True):
                 is_now = window.start <= final < window.end
                 learned = {name: bool(labels.mask[number, i])} | {
-                    label: bool(labels.auxiliary_mask[number, extra.index(label)])
+                    label: bool(labels.extra_mask[number, extra.index(label)])
                     for label in windows[1:]
                 }
                 assert learned == {label: is_now and label == assigned for label in windows}
-            values = passes[0].values[number, i], *passes[0].auxiliary[number]
+            values = passes[0].values[number, i], *passes[0].extra_labels[number]
             stored = (row[f"label_{name}"], *(row[f"label_{label}"] for label in extra))
             assert values == stored
 
@@ -103,7 +103,7 @@ def test_unlearned_labels_have_taught_no_window_of_their_objective(seed: int, mi
     for i, name in enumerate(SPEC.objectives):
         has_taught = trained.mask[:, i].copy()
         for label in WINDOWS[name][1:] if mix else ():
-            has_taught |= trained.auxiliary_mask[:, extra.index(label)]
+            has_taught |= trained.extra_mask[:, extra.index(label)]
         final = shown + SECONDS[name]
         is_final = (final >= start) & (final < end)
         assert (unlearned[:, i] == (is_final & ~has_taught)).all(), name
@@ -113,7 +113,7 @@ def test_unlearned_labels_have_taught_no_window_of_their_objective(seed: int, mi
 def test_an_evaluation_has_the_longest_window_of_every_row() -> None:
     table, draws, _ = random_rows(0)
     labels = used(table, draws, LabelWindow(0, 9 * DAY))
-    assert labels.mask.all() and labels.auxiliary.shape == (len(table), 0)
+    assert labels.mask.all() and labels.extra_labels.shape == (len(table), 0)
 
 
 def test_the_assignment_is_uniform_and_does_not_depend_on_the_request(lake: Lake) -> None:
@@ -137,8 +137,8 @@ def batch_with_windows(lake: Lake, masks: Sequence[bool]) -> Batch:
     shape = len(batch), len(masks)
     return replace(
         batch,
-        auxiliary_labels=torch.ones(shape),
-        auxiliary_mask=torch.tensor(masks).expand(shape),
+        extra_labels=torch.ones(shape),
+        extra_mask=torch.tensor(masks).expand(shape),
     )
 
 

@@ -1,7 +1,7 @@
 """Request-shaped batches, negative sampling, and the order of an epoch.
 
 Request data is stored once, and rows refer to it. R requests, B impressions (rows), N events of all
-histories, O objectives, A auxiliary objectives.
+histories, O objectives, A extra labels.
 """
 
 import hashlib
@@ -74,12 +74,13 @@ class Batch(TensorFields):
         labels: (B, O) 0 or 1.
         label_mask: (B, O) Final labels to train or evaluate on.
         outcome_values: (B, O) Values of the outcomes, 0 if there are none.
-        auxiliary_labels: (B, A) 0 or 1, or ln(1 + seconds of dwell); A is 0 except in training.
-        auxiliary_mask: (B, A) Final auxiliary labels to train on.
+        extra_labels: (B, A) Labels of auxiliary objectives or, with window mixing, of extra
+            windows: 0 or 1, or ln(1 + seconds of dwell); A is 0 except in training.
+        extra_mask: (B, A) Final extra labels to train on.
         swap_weights: (B, 2) Weights of the impression as the upper and as the lower one of two
             neighbouring positions (`neighbour_swap_weights`); 0 except in training of rankers.
         is_repeated: Whether the rows were trained on before, in an earlier pass.
-        is_spare: Whether it is trained only because other processes have further batches.
+        is_padding: Whether it is trained only because other processes have further batches.
         selection: The events that a model reads, if they were selected where the batch was read.
     """
 
@@ -99,14 +100,14 @@ class Batch(TensorFields):
     labels: Tensor
     label_mask: Tensor
     outcome_values: Tensor
-    auxiliary_labels: Tensor
-    auxiliary_mask: Tensor
+    extra_labels: Tensor
+    extra_mask: Tensor
     impression_ids: npt.NDArray[np.object_]
     request_ids: npt.NDArray[np.object_]
     user_ids: npt.NDArray[np.object_]
     swap_weights: Tensor = field(metadata={"derived": True})
     is_repeated: bool = False
-    is_spare: bool = field(default=False, metadata={"derived": True})
+    is_padding: bool = field(default=False, metadata={"derived": True})
     selection: TensorFields | None = field(default=None, metadata={"derived": True})
 
     def __len__(self) -> int:
@@ -118,17 +119,17 @@ class Batch(TensorFields):
         return replace(
             self,
             label_mask=torch.zeros_like(self.label_mask),
-            auxiliary_mask=torch.zeros_like(self.auxiliary_mask),
+            extra_mask=torch.zeros_like(self.extra_mask),
         )
 
-    def as_spare(self) -> "Batch":
+    def as_padding(self) -> "Batch":
         """The same rows for a step that learns nothing: without labels, and without numbers.
 
         Missing numbers do not change running statistics.
         """
         return replace(
             self.without_labels(),
-            is_spare=True,
+            is_padding=True,
             user_numeric=torch.full_like(self.user_numeric, torch.nan),
             row_numeric=torch.full_like(self.row_numeric, torch.nan),
         )

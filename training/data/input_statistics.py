@@ -44,7 +44,7 @@ def input_statistics(
         row_numeric=torch.from_numpy(even_sample(np.concatenate(row_numeric))),
         user_numeric=torch.from_numpy(even_sample(np.concatenate(user_numeric))),
         base_rates=_base_rates(labelled),
-        auxiliary_means=_mean_labels([(p.auxiliary_labels, p.auxiliary_mask) for p in labelled]),
+        auxiliary_means=_mean_labels([(p.extra_labels, p.extra_mask) for p in labelled]),
     )
 
 

@@ -1,8 +1,8 @@
-"""The labels of examples that a pass uses: those of objectives, and further ones for training.
+"""The labels of examples that a pass uses: those of objectives, and extra ones for training.
 
-Further labels are those of auxiliary objectives or, with window mixing, those of extra windows.
+Extra labels are those of auxiliary objectives or, with window mixing, those of extra windows.
 
-B impressions, O objectives, A further labels, n of either.
+B impressions, O objectives, A extra labels, n of either.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ MAX_DWELL_SECONDS = DAY  # a tab that was left open for weeks is not of more int
 
 @dataclass(frozen=True)
 class Labels:
-    """Labels and values of outcomes (B, O), and further labels (B, A).
+    """Labels and values of outcomes (B, O), and extra labels (B, A).
 
-    `mask` (B, O) and `auxiliary_mask` (B, A) mark the labels that a pass uses. A is 0 unless its
-    window includes auxiliary labels or mixes windows; labels with the target `dwell` are
-    ln(1 + seconds).
+    `mask` (B, O) and `extra_mask` (B, A) mark the labels that a pass uses. A is 0 unless its window
+    includes auxiliary labels or mixes windows; labels with the target `dwell` are ln(1 + seconds).
     """
 
     values: Float32
     mask: Bools
     outcome_values: Float32
-    auxiliary: Float32
-    auxiliary_mask: Bools
+    extra_labels: Float32
+    extra_mask: Bools
 
     def of_rows(self, selected: Bools, mask: Bools) -> Labels:
         """The labels of selected rows (B), with another mask (B, O)."""
@@ -44,15 +43,15 @@ class Labels:
             self.values[selected],
             mask[selected],
             self.outcome_values[selected],
-            self.auxiliary[selected],
-            self.auxiliary_mask[selected],
+            self.extra_labels[selected],
+            self.extra_mask[selected],
         )
 
 
 def label_columns(spec: DataSpec, window: LabelWindow) -> list[str]:
     """The columns of `impressions` that `labels_of` reads."""
     columns = ["surface"]
-    for name in (*spec.objectives, *_further_names(spec, window)):
+    for name in (*spec.objectives, *_extra_names(spec, window)):
         columns += [f"label_{name}", f"label_mature_ts_{name}"]
         summed = _summed_column(spec, name)
         columns += [f"{summed}_{name}"] if summed else []
@@ -81,36 +80,36 @@ def labels_of(
         UserError: A label should be final but is null in the table.
     """
     stored = learned = _StoredLabels.read(spec, tuple(spec.objectives), impressions)
-    auxiliary = _StoredLabels.read(spec, _further_names(spec, window), impressions)
+    extra = _StoredLabels.read(spec, _extra_names(spec, window), impressions)
     if window.mixes_windows:
         assigned = assigned_windows(spec, window_draw)
         learned = stored.only(assigned.longest)
-        auxiliary = auxiliary.only(assigned.extra)
-        trained_ts, auxiliary_ts = learned.times, auxiliary.times
+        extra = extra.only(assigned.extra)
+        trained_ts, extra_ts = learned.times, extra.times
     else:
         trained_ts = learned.times
-        auxiliary_ts = _first_time_from(auxiliary, trained_ts)
+        extra_ts = _first_time_from(extra, trained_ts)
     if window.only_unlearned:
-        first_ts = _first_of_objective(spec, trained_ts, auxiliary_ts, window)
+        first_ts = _first_of_objective(spec, trained_ts, extra_ts, window)
         mask = stored.has_label & window.contains(stored.mature_ts) & (first_ts >= window.start)
     else:
         mask = learned.has_label & window.contains(trained_ts)
-    auxiliary_mask = auxiliary.has_label & window.contains(auxiliary_ts)
+    extra_mask = extra.has_label & window.contains(extra_ts)
     stored.require_final(mask, span)
-    auxiliary.require_final(auxiliary_mask, span)
-    summed = [_summed_column(spec, name) for name in auxiliary.names]
+    extra.require_final(extra_mask, span)
+    summed = [_summed_column(spec, name) for name in extra.names]
     is_dwell = np.array([column == "dwell_ms" for column in summed], bool)
-    seconds = np.minimum(auxiliary.sums / 1000, MAX_DWELL_SECONDS)
+    seconds = np.minimum(extra.sums / 1000, MAX_DWELL_SECONDS)
     return Labels(
         stored.labels,
         mask,
         np.nan_to_num(stored.sums),
-        np.where(is_dwell, np.log1p(np.nan_to_num(seconds)), auxiliary.labels),
-        auxiliary_mask & ~(is_dwell & np.isnan(auxiliary.sums)),
+        np.where(is_dwell, np.log1p(np.nan_to_num(seconds)), extra.labels),
+        extra_mask & ~(is_dwell & np.isnan(extra.sums)),
     )
 
 
-def _further_names(spec: DataSpec, window: LabelWindow) -> tuple[str, ...]:
+def _extra_names(spec: DataSpec, window: LabelWindow) -> tuple[str, ...]:
     if window.mixes_windows:
         return spec.extra_window_labels
     return tuple(spec.auxiliary_objectives) if window.include_auxiliary else ()
@@ -207,13 +206,13 @@ class _StoredLabels:
 
 
 def _first_of_objective(
-    spec: DataSpec, trained_ts: Int64, further_ts: Int64, window: LabelWindow
+    spec: DataSpec, trained_ts: Int64, extra_ts: Int64, window: LabelWindow
 ) -> Int64:
     """When the first label of each objective is trained on (B, O), of any of its windows."""
     first = trained_ts.copy()
     if window.mixes_windows:
         for column, objective in enumerate(spec.extra_window_objectives):
-            first[:, objective] = np.minimum(first[:, objective], further_ts[:, column])
+            first[:, objective] = np.minimum(first[:, objective], extra_ts[:, column])
     return first
 
 

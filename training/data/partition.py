@@ -48,8 +48,8 @@ class ExamplePartition:
     labels: Float32
     label_mask: Bools
     outcome_values: Float32
-    auxiliary_labels: Float32
-    auxiliary_mask: Bools
+    extra_labels: Float32
+    extra_mask: Bools
     swap_weights: Float32
     impression_ids: npt.NDArray[np.object_]
 
@@ -91,7 +91,7 @@ class PartitionLoader:
             mask = label_window.negative_sampling(labels.values, mask, *salt)
         selected: Bools = np.logical_or(mask.any(1), label_window.include_unlabelled)
         if label_window.mixes_windows:
-            selected |= labels.auxiliary_mask.any(1)
+            selected |= labels.extra_mask.any(1)
         if self.surfaces:
             selected &= np.isin(rows["surface"].to_numpy(), self.surfaces)
         if not selected.any():
@@ -139,8 +139,8 @@ class PartitionLoader:
             labels=labels.values,
             label_mask=labels.mask,
             outcome_values=labels.outcome_values,
-            auxiliary_labels=labels.auxiliary,
-            auxiliary_mask=labels.auxiliary_mask,
+            extra_labels=labels.extra_labels,
+            extra_mask=labels.extra_mask,
             swap_weights=swap_weights,
             impression_ids=np.asarray(rows["impression_id"]),
         )

@@ -3,8 +3,10 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from etl.array_types import Int64
@@ -13,6 +15,7 @@ from etl.spec.units import date_range
 from etl.tables import schemas
 from etl.tables.arrow import Snapshot, snapshot
 from etl.tables.lake import Lake
+from features.encoding.vectors import VectorColumn
 from features.ragged import concat_ranges
 from features.schema import FeatureSchema, feature_schema
 from training.data.batch import Batch, History, Shuffle
@@ -197,10 +200,7 @@ class ExampleReader:
         rows = concat_ranges(first, stop)
         item = partition.item_index[rows]
         version = self.items.versions_at(item, np.repeat(partition.as_of[requests], counts))
-        item_categorical = {name: ids[version] for name, ids in self.items.categorical.items()}
-        context_categorical = {
-            name: partition.categorical[name][rows] for name in self.features.context.categorical
-        }
+        user, context = self.features.user, self.features.context
         row_numeric = np.concatenate((self.items.numeric[version], partition.numeric[rows]), 1)
         return Batch(
             request_index=torch.from_numpy(np.repeat(np.arange(len(requests)), counts)),
@@ -208,34 +208,20 @@ class ExampleReader:
             surface=torch.from_numpy(partition.surface[rows]),
             item_index=torch.from_numpy(item),
             user_hash=torch.from_numpy(partition.user_hashes[requests]),
-            user_categorical={
-                name: torch.from_numpy(partition.categorical[name][first])
-                for name in self.features.user.categorical
-            },
+            user_categorical=_tensors(partition.categorical, user.categorical, first),
             user_numeric=torch.from_numpy(partition.user_numeric[first]),
-            user_vectors={
-                name: torch.from_numpy(partition.vectors[name][first])
-                for name in self.features.user.vectors
-            },
-            row_categorical={
-                name: torch.from_numpy(ids)
-                for name, ids in (item_categorical | context_categorical).items()
-            },
+            user_vectors=_tensors(partition.vectors, user.vectors, first),
+            row_categorical=_tensors(self.items.categorical, self.items.categorical, version)
+            | _tensors(partition.categorical, context.categorical, rows),
             row_numeric=torch.from_numpy(row_numeric),
-            row_vectors={
-                name: torch.from_numpy(vectors[version])
-                for name, vectors in self.items.vectors.items()
-            },
-            context_vectors={
-                name: torch.from_numpy(partition.vectors[name][rows])
-                for name in self.features.context.vectors
-            },
+            row_vectors=_tensors(self.items.vectors, self.items.vectors, version),
+            context_vectors=_tensors(partition.vectors, context.vectors, rows),
             history=self._build_history(partition, requests, histories, user_positions),
             labels=torch.from_numpy(partition.labels[rows]),
             label_mask=torch.from_numpy(partition.label_mask[rows]),
             outcome_values=torch.from_numpy(partition.outcome_values[rows]),
-            auxiliary_labels=torch.from_numpy(partition.auxiliary_labels[rows]),
-            auxiliary_mask=torch.from_numpy(partition.auxiliary_mask[rows]),
+            extra_labels=torch.from_numpy(partition.extra_labels[rows]),
+            extra_mask=torch.from_numpy(partition.extra_mask[rows]),
             impression_ids=partition.impression_ids[rows],
             request_ids=partition.request_ids[requests],
             user_ids=partition.user_ids_array[requests],
@@ -269,13 +255,8 @@ class ExampleReader:
                 name: torch.from_numpy(events[name].astype(np.int64))
                 for name in self.features.history_attributes
             },
-            item_categorical={
-                name: torch.from_numpy(ids[version]) for name, ids in self.items.categorical.items()
-            },
-            item_vectors={
-                name: torch.from_numpy(vectors[version])
-                for name, vectors in self.items.vectors.items()
-            },
+            item_categorical=_tensors(self.items.categorical, self.items.categorical, version),
+            item_vectors=_tensors(self.items.vectors, self.items.vectors, version),
         )
 
     def _load_histories(self, bucket: int, partition: ExamplePartition) -> UserHistories:
@@ -284,3 +265,12 @@ class ExampleReader:
         max_events = None if self.event_types else self.history_length
         needed = NeededEvents.of_requests(partition.user_ids, partition.history_length, max_events)
         return self._histories.load(bucket, needed)
+
+
+def _tensors(
+    columns: Mapping[str, npt.NDArray[Any]] | Mapping[str, VectorColumn],
+    names: Iterable[str],
+    rows: Int64,
+) -> dict[str, torch.Tensor]:
+    """Some rows (n) of some columns."""
+    return {name: torch.from_numpy(columns[name][rows]) for name in names}

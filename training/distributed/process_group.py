@@ -110,7 +110,7 @@ def synchronized_batches(
     """Yield batches until all processes are exhausted, with the mean number of rows per process.
 
     All processes must take the same number of steps, because each step has collectives. A process
-    without further batches repeats its last one as a spare, or the first fallback batch if there is
+    without further batches repeats its last one as padding, or the first fallback batch if there is
     none. Raises UserError if both are missing.
     """
     last: Batch | None = None
@@ -123,7 +123,7 @@ def synchronized_batches(
             last = last or next(fallback_batches, None)
             if last is None:
                 raise UserError("a process has no rows on this day; use fewer --processes")
-            batch = last.as_spare()
+            batch = last.as_padding()
         last = batch
         yield batch, rows / dist.get_world_size()
 

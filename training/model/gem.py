@@ -54,7 +54,7 @@ class GemOutput:
         auxiliary: Predictions (B, A) of auxiliary objectives: logits, or ln(1 + seconds of dwell).
         hidden: The last hidden layer (B, M) before the surface gate.
         value_distribution: Distribution of outcome values, if the model has a value head.
-        next_action_loss: Loss of the next-item task in training, if enabled; not for spare batches.
+        next_action_loss: Loss of the next-item task in training, if enabled; not for padding.
     """
 
     logits: Tensor

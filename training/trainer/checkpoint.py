@@ -76,6 +76,17 @@ def read_manifest(path: StoragePath, spec_hash: str | None) -> Manifest | None:
     return manifest
 
 
+def require_manifest(lake: Lake, day: date, member: int = 0) -> Manifest:
+    """The manifest of the GEM that was trained until a day.
+
+    Raises UserError if it does not exist, or if it was trained under another spec.
+    """
+    manifest = read_manifest(checkpoint_path(lake.root, day, member=member), lake.spec.hash)
+    if manifest is None:
+        raise UserError(f"no GEM was trained until {day}; run `gemline train gem` for that day")
+    return manifest
+
+
 def _damaged(path: StoragePath, reason: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
         f"{reason}: remove {path} and train again, which resumes from the checkpoint before it"

@@ -25,17 +25,14 @@ UNKNOWN_ROWS = 8192  # of a layer whose rows an earlier version did not count
 
 def load_probe(lake: Lake, day: date) -> Probe:
     """The probe of the GEM that was trained until a day; raises UserError if it has none."""
-    path = checkpoint.checkpoint_path(lake.root, day)
-    manifest = checkpoint.read_manifest(path, lake.spec.hash)
-    if manifest is None:
-        raise UserError(f"no GEM was trained until {day}; run `gemline train gem` for that day")
+    manifest = checkpoint.require_manifest(lake, day)
     if not manifest.training.compute.probe_every:
         raise UserError(
             f"the GEM until {day} was trained without probes: train it with "
             "--compute.probe-every 100"
         )
     state = build_train_state(manifest)
-    checkpoint.load_checkpoint(path, state)
+    checkpoint.load_checkpoint(checkpoint.checkpoint_path(lake.root, day), state)
     assert state.probe
     return state.probe
 

@@ -35,6 +35,9 @@ from training.trainer.state import Manifest, TrainState
 from training.trainer.step import negative_sampling
 
 TEACHER_TABLE = "teacher_predictions"
+CONTINUED_FIELDS = (  # of the manifest, on the days that follow
+    "trained_from", "joint_until", "steps", "rows", "base_rates", "layout", "unfitted_numbers",
+)  # fmt: skip
 log = logging.getLogger(__name__)
 
 
@@ -52,30 +55,11 @@ def starting_point(
     """
     checkpoints = checkpoint.list_checkpoints(lake.root, lake.spec.hash, member)
     manifest, path = new_manifest(lake, reader, days, config, member), None
-    earlier = [
-        (folder, previous)
-        for folder, previous in checkpoints
-        if previous.complete and previous.trained_until < days[0]
-    ]
+    earlier = [c for c in checkpoints if c[1].complete and c[1].trained_until < days[0]]
     if earlier:
         path, previous = earlier[-1]
         _check_can_continue(previous, manifest, days[0])
-        precision_map = manifest.precision_map
-        if precision_map is not None:
-            precision_map = precision_map.with_fallbacks_of(previous.precision_map)
-        manifest = manifest.model_copy(
-            update={
-                "trained_until": days[0],
-                "joint_until": previous.joint_until,
-                "steps": previous.steps,
-                "rows": previous.rows,
-                "trained_from": previous.trained_from,
-                "base_rates": previous.base_rates,
-                "layout": previous.layout,
-                "unfitted_numbers": previous.unfitted_numbers,
-                "precision_map": precision_map,
-            }
-        )
+        manifest = _continued_manifest(manifest, previous, days[0])
     new_run = manifest
     for folder, interrupted in checkpoints:
         is_requested = days[0] <= interrupted.trained_until <= days[1]
@@ -87,6 +71,14 @@ def starting_point(
         next_day = manifest.trained_until + timedelta(days=1)
         manifest = manifest.next_day(next_day, dist.get_world_size())
     return manifest, path
+
+
+def _continued_manifest(new: Manifest, previous: Manifest, day: date) -> Manifest:
+    """The manifest of a run that continues a model from `day` on."""
+    kept = {name: getattr(previous, name) for name in CONTINUED_FIELDS}
+    if new.precision_map is not None:
+        kept["precision_map"] = new.precision_map.with_fallbacks_of(previous.precision_map)
+    return new.model_copy(update={**kept, "trained_until": day})
 
 
 def new_manifest(
@@ -162,7 +154,7 @@ def check_same_inputs(manifest: Manifest, reader: ExampleReader) -> None:
         )
 
 
-def day_labels(lake: Lake, day: date, manifest: Manifest) -> LabelWindow:
+def label_window_of_day(lake: Lake, day: date, manifest: Manifest) -> LabelWindow:
     """The labels that GEM trains on after a day: those that became final on it.
 
     In the first training they are all labels that are final.
@@ -215,10 +207,8 @@ def start_new_objectives(lake: Lake, reader: ExampleReader, state: TrainState) -
     missing = [name not in manifest.base_rates for name in manifest.features.objectives]
     if manifest.batches or not any(missing) or (manifest.steps and not manifest.base_rates):
         return
-    day = manifest.trained_until
-    labels = replace(day_labels(lake, day, manifest), negative_sampling=None)
-    days = DayBatches(lake, reader, day, manifest).epoch(0).days
-    rates = base_rates(reader, days, labels)
+    days, label_window = _labelled_days(lake, reader, manifest, manifest.trained_until)
+    rates = base_rates(reader, days, label_window)
     state.manifest = manifest.with_base_rates(rates)
     known = state.manifest.base_rates
     rates = torch.tensor([known.get(n, torch.nan) for n in manifest.features.objectives])
@@ -232,10 +222,17 @@ def _latest_statistics(
     lake: Lake, reader: ExampleReader, manifest: Manifest, day: date
 ) -> InputStatistics | None:
     """Statistics of the latest day with rows, of the days whose labels GEM learns after `day`."""
-    labels = replace(day_labels(lake, day, manifest), negative_sampling=None)
-    days = DayBatches(lake, reader, day, manifest).epoch(0).days
-    found = (input_statistics(reader, each, labels) for each in reversed(days))
+    days, label_window = _labelled_days(lake, reader, manifest, day)
+    found = (input_statistics(reader, each, label_window) for each in reversed(days))
     return next((statistics for statistics in found if statistics), None)
+
+
+def _labelled_days(
+    lake: Lake, reader: ExampleReader, manifest: Manifest, day: date
+) -> tuple[list[date], LabelWindow]:
+    """The days whose labels GEM learns after `day`, and the window of all these labels."""
+    label_window = replace(label_window_of_day(lake, day, manifest), negative_sampling=None)
+    return DayBatches(lake, reader, day, manifest).days, label_window
 
 
 @dataclass(frozen=True)
@@ -247,12 +244,20 @@ class DayBatches:
     day: date
     manifest: Manifest
 
+    @property
+    def days(self) -> list[date]:
+        """The days of the rows, whose slow labels became final on the last one."""
+        first = self.manifest.trained_from
+        if self.day > self.manifest.first_training_day:
+            first = max(first, self.day - timedelta(days=self.lake.spec.label_delay_days))
+        return list(date_range(first, self.day))
+
     def teacher(self) -> TeacherPredictions | None:
         """What earlier teachers predicted of the rows, if GEM learns from it."""
         version = self.manifest.table_versions.get(TEACHER_TABLE)
         if version is None:
             return None
-        teacher = TeacherPredictions.of_gem(self.lake, self.epoch(0).days, version)
+        teacher = TeacherPredictions.of_gem(self.lake, self.days, version)
         if not len(teacher.impression_ids):
             log.warning(
                 "%s: no teacher has predicted its rows, so that GEM learns from labels alone; run "
@@ -263,13 +268,9 @@ class DayBatches:
     def epoch(self, shard: int, number: int = 0, consumed: int = 0) -> Epoch:
         """A pass over a shard, without its first `consumed` batches."""
         manifest, config = self.manifest, self.manifest.training
-        oldest = self.day - timedelta(days=self.lake.spec.label_delay_days)
-        first = manifest.trained_from
-        if self.day > manifest.first_training_day:
-            first = max(first, oldest)
         return Epoch(
-            days=list(date_range(first, self.day)),
-            label_window=day_labels(self.lake, self.day, manifest),
+            days=self.days,
+            label_window=label_window_of_day(self.lake, self.day, manifest),
             batch_rows=config.batch_rows,
             shuffle=Shuffle(config.seed, number),
             shard=(shard, manifest.num_shards),
@@ -329,9 +330,7 @@ def verify_batches(lake: Lake, day: date) -> int:
     Raises UserError if a batch differs from the one that was trained on, or if a table version no
     longer exists.
     """
-    manifest = checkpoint.read_manifest(checkpoint.checkpoint_path(lake.root, day), lake.spec.hash)
-    if manifest is None:
-        raise UserError(f"no GEM was trained until {day}; run `gemline train gem` for that day")
+    manifest = checkpoint.require_manifest(lake, day)
     training = manifest.training
     assert training.sequence is not None
     reader = ExampleReader(

@@ -173,13 +173,14 @@ class Manifest(StrictModel):
 
     def is_same_run(self, other: "Manifest") -> bool:
         """Whether both belong to the same training run, possibly at different steps."""
-        progress = {"trained_until", "complete", "batches", "steps", "rows", "consumed_batches"}
-        progress |= {"base_rates", "unfitted_numbers", "first_batch_digests", "num_shards"}
-        progress |= {"state_dir", "file_hashes", "precision_map", "spec_max_length"}
-        progress |= {"embedding_resets"}
-        return self.model_dump(exclude=progress) == other.model_dump(exclude=progress)
+        return self.model_dump(exclude=PROGRESS_FIELDS) == other.model_dump(exclude=PROGRESS_FIELDS)
 
 
+PROGRESS_FIELDS = {  # of a manifest: they may differ within a training run
+    "trained_until", "complete", "batches", "steps", "rows", "consumed_batches", "num_shards",
+    "base_rates", "unfitted_numbers", "first_batch_digests", "embedding_resets", "precision_map",
+    "spec_max_length", "state_dir", "file_hashes",
+}  # fmt: skip
 TABLE_WISE = (ShardingType.TABLE_WISE,)
 TABLE_AND_ROW_WISE = (*TABLE_WISE, ShardingType.ROW_WISE)
 

@@ -190,7 +190,7 @@ class Loss:
 
     def _auxiliary_loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """The weighted sum of the losses of auxiliary objectives, whose outputs are (B, A)."""
-        labels, weights = batch.auxiliary_labels, batch.auxiliary_mask * self.auxiliary_weights
+        labels, weights = batch.extra_labels, batch.extra_mask * self.auxiliary_weights
         cross_entropy = F.binary_cross_entropy_with_logits(outputs, labels, reduction="none")
         huber = F.huber_loss(outputs, labels, reduction="none")
         return (torch.where(self.is_dwell, huber, cross_entropy) * weights).sum()
@@ -258,11 +258,11 @@ class GemModel:
     def table_ids(self, batch: Batch, selection: HistorySelection) -> dict[str, Tensor]:
         """The ids that a batch looks up, by table; in training, items may be dropped.
 
-        The look-ups of repeated and of spare batches are not counted, since their rows were trained
-        on before.
+        The look-ups of repeated and of padding batches are not counted, since their rows were
+        trained on before.
         """
         item_rows = self.item_rows
-        if self.training_item_rows and self.core.training and not batch.is_spare:
+        if self.training_item_rows and self.core.training and not batch.is_padding:
             item_rows = partial(self.training_item_rows, is_repeated=batch.is_repeated)
         return table_ids(batch, selection.positions, item_rows, self.user_rows)
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from etl.errors import UserError
 from etl.spec.units import DayRange, DaySplit, date_range
 from etl.tables import atomic_io
 from etl.tables.lake import Lake
@@ -316,14 +315,11 @@ def load_train_state(lake: Lake, day: date, member: int = 0) -> tuple[TrainState
     Items first seen after that day are unknown to it, because they have no row. Raises UserError if
     the GEM does not exist, or if the spec now defines other inputs.
     """
-    path = checkpoint.checkpoint_path(lake.root, day, member=member)
-    manifest = checkpoint.read_manifest(path, lake.spec.hash)
-    if manifest is None:
-        raise UserError(f"no GEM was trained until {day}; run `gemline train gem` for that day")
+    manifest = checkpoint.require_manifest(lake, day, member)
     reader = latest_reader(lake, manifest.training)
     check_same_inputs(manifest, reader)
     state = build_train_state(manifest)
-    checkpoint.load_weights(path, state)
+    checkpoint.load_weights(checkpoint.checkpoint_path(lake.root, day, member=member), state)
     state.model.core.eval()
     return state, reader
 

@@ -35,7 +35,7 @@ class HistoryRows(NamedTuple):
     `request_rows` (R, n, d) are shared by the candidates of a request, `candidate_rows` (B, m, d)
     belong to a single one; there are no request rows if InterFormer's context is the candidate.
     `sequences` are the encoded events, for HyFormer. `next_action_loss` is None outside training,
-    for a spare batch, or if disabled.
+    for a padding batch, or if disabled.
     """
 
     request_rows: Tensor
@@ -154,7 +154,7 @@ class HistoryEncoder(nn.Module):
             for embedding, recency in zip(self.recency, selection.recency, strict=True)
         ]
         loss = None
-        if self.training and not batch.is_spare:  # its items were counted with their first batch
+        if self.training and not batch.is_padding:  # its items were counted with their first batch
             loss = self._next_action_loss(history, selection, vectors, encoded.causal)
         rows_of_candidates = [torch.stack(attended, 1), *recency]
         rows_of_requests = encoded.rows
