@@ -33,10 +33,10 @@ from ranking.feature_store.fetch import FeatureFetcher, RankInputs
 from ranking.feature_store.request import RankRequest
 from ranking.feature_store.wal import FeatureStoreHandle
 from ranking.registry.aot import CompiledProgram
+from ranking.registry.onnx_programs import Program
 from ranking.registry.programs import ExportableProgram, exportable_programs, require_compiler
 from ranking.registry.ranker import (
     ExportedRanker,
-    Program,
     live_pointer,
     live_version,
     load_ranker,

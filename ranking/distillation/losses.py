@@ -164,11 +164,11 @@ class DistillationLoss:
 
     def backward(
         self, hidden: Tensor, head: nn.Linear, batch: Batch, position_effects: Tensor
-    ) -> None:
+    ) -> Tensor:
         """Accumulate gradients of a batch's hidden layer (B, H), of all heads, and of all below.
 
-        `position_effects` (B, O) are added to the logits of all heads; only the loss on labels
-        trains them.
+        Returns the loss. `position_effects` (B, O) are added to the logits of all heads; only the
+        loss on labels trains them.
         """
         teacher = self.teacher.lookup(batch.impression_ids) if self.teacher else None
         served = hidden.detach().requires_grad_()
@@ -185,19 +185,22 @@ class DistillationLoss:
         if teacher and self.teacher_heads and teacher.mask.any():
             distilled = hidden.detach().requires_grad_()
             effects = position_effects.detach()
-            torch.autograd.backward(self._teacher_heads_loss(distilled, effects, teacher))
+            distilled_loss = self._teacher_heads_loss(distilled, effects, teacher)
+            torch.autograd.backward(distilled_loss)
+            loss = loss.detach() + distilled_loss.detach()
             assert distilled.grad is not None
             gradient = self.gradient_balancer(gradient, distilled.grad)
         torch.autograd.backward(hidden, gradient)
         if teacher and self.adapter:
             self.adapter.update(teacher, batch.labels, batch.label_mask)
+        return loss.detach()
 
     def backward_on_teacher(
         self, hidden: Tensor, head: nn.Linear, batch: Batch, position_effects: Tensor
-    ) -> None:
+    ) -> Tensor:
         """Accumulate gradients of GEM's predictions alone, also on the served head.
 
-        Arguments are those of `backward`; labels are not read.
+        Returns the loss. Arguments are those of `backward`; labels are not read.
         """
         assert self.teacher is not None
         teacher, effects = self.teacher.lookup(batch.impression_ids), position_effects.detach()
@@ -207,6 +210,7 @@ class DistillationLoss:
         if self.teacher_heads:
             loss = loss + self._teacher_heads_loss(hidden, effects, teacher)
         torch.autograd.backward(loss)
+        return loss.detach()
 
     def _served_head_loss(
         self, logits: Tensor, batch: Batch, teacher: TeacherLogits | None

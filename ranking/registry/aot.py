@@ -23,10 +23,9 @@ from ranking.registry.manifest import (
     read_package,
     require_trusted_key,
 )
+from ranking.registry.onnx_programs import Arrays, Program
 from ranking.registry.ranker import (
-    Arrays,
     ExportedRanker,
-    Program,
     ranker_from_package,
     verify_test_vectors,
 )

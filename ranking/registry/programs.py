@@ -37,7 +37,8 @@ from ranking.inputs.arrays import (
 )
 from ranking.inputs.from_tables import RankerInputs
 from ranking.registry.manifest import LOG_VALUES
-from ranking.registry.ranker import OUTPUT_TOLERANCE, OnnxProgram
+from ranking.registry.onnx_programs import OnnxProgram
+from ranking.registry.ranker import OUTPUT_TOLERANCE
 from ranking.student.model import Student, UserState
 from ranking.student.trained import TrainedStudent
 

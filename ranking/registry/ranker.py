@@ -6,14 +6,13 @@ in a lake: the latest trained one, and the live one.
 
 import io
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import onnxruntime
 from safetensors.numpy import load as from_bytes
 
 from etl.array_types import Float64
@@ -43,49 +42,15 @@ from ranking.registry.manifest import (
     read_manifest,
     read_package,
 )
+from ranking.registry.onnx_programs import Arrays, OnnxProgram, Program
 from ranking.scoring.auction import Auction, RankedAd, ranked_ads
 from ranking.scoring.candidates import CandidateBids, CandidateScores
 from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration
 
-Arrays = dict[str, np.ndarray]
 SEGMENT_PREFIX = "segment_"  # prefix of arrays of a user state that no program reads
 RETAINED_VERSIONS = 14  # besides those of the days until labels are final
 OUTPUT_TOLERANCE = 1e-4  # of logits and log values: rounding differs between machines
 log = logging.getLogger(__name__)
-
-
-class Program(Protocol):
-    """A function of named arrays."""
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the arrays that it reads."""
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Names of the arrays that it returns."""
-
-    def __call__(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
-        """Run on named arrays; those that are not inputs are ignored."""
-
-
-class OnnxProgram:
-    """An ONNX program, run by ONNX Runtime on one CPU thread."""
-
-    def __init__(self, content: bytes) -> None:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = options.inter_op_num_threads = 1
-        options.log_severity_level = 3
-        self._session = onnxruntime.InferenceSession(
-            content, options, providers=["CPUExecutionProvider"]
-        )
-        self.inputs = tuple(node.name for node in self._session.get_inputs())
-        self.outputs = tuple(node.name for node in self._session.get_outputs())
-
-    def __call__(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
-        """Run on named arrays; those that are not inputs are ignored."""
-        inputs = {name: np.ascontiguousarray(arrays[name]) for name in self.inputs}
-        return dict(zip(self.outputs, self._session.run(None, inputs), strict=True))
 
 
 @dataclass(frozen=True)
@@ -248,7 +213,12 @@ def verify_test_vectors(
 ) -> ExportedRanker:
     """The ranker; raises UserError if its outputs are not those of the package's test vectors."""
     difference = max_output_difference(ranker, package.file_contents[TEST_VECTORS_FILE])
-    if not difference < OUTPUT_TOLERANCE:  # NaN fails, too
+    if np.isnan(difference):
+        raise UserError(
+            f"the ranker in {folder} scores its own test vectors with logits that are not finite: "
+            "run `gemline rank train` again"
+        )
+    if difference >= OUTPUT_TOLERANCE:
         raise UserError(
             f"the ranker in {folder} is off by {difference:.1g} on its own test vectors: run "
             "`gemline rank train` again"
@@ -257,15 +227,21 @@ def verify_test_vectors(
 
 
 def max_output_difference(ranker: ExportedRanker, test_vectors: bytes) -> float:
-    """The largest difference between a ranker's outputs and those of test vectors."""
+    """The largest difference between a ranker's outputs and those of test vectors.
+
+    NaN if an output is not finite, except for log values of which none was learned.
+    """
     with np.load(io.BytesIO(test_vectors), allow_pickle=False) as stored:
         vectors: dict[str, Any] = dict(stored)
     user_state = ranker.user_program(vectors)
     outputs = ranker.rank_program(user_state | vectors)
     differences = []
     for name, found in outputs.items():
-        is_unknown = np.isnan(found) & np.isnan(vectors[name])  # no value was learned
-        difference = np.where(is_unknown, 0.0, np.abs(found - vectors[name]))
+        expected = vectors[name]
+        with np.errstate(invalid="ignore"):  # the difference of infinite outputs is NaN
+            difference = np.abs(found - expected)
+        if name == LOG_VALUES:  # NaN where no value was learned
+            difference[np.isnan(found) & np.isnan(expected)] = 0.0
         differences.append(difference.max(initial=0.0))
     return float(np.max(differences))
 

@@ -21,6 +21,7 @@ from ranking.registry.manifest import RankerTraining
 from ranking.student.config import StudentTrainConfig
 from ranking.student.model import Student
 from ranking.student.trained import TrainedStudent
+from ranking.trainer.nan_guard import non_finite_loss_error
 from training.data.batch import Batch, NegativeSampling, Shuffle
 from training.data.label_window import LabelWindow
 from training.evaluation.predictions import Predictions, predict
@@ -168,14 +169,17 @@ class StudentTrainer:
     def _pretraining_step(self, batch: Batch) -> None:
         self._zero_gradients()
         hidden, effects = self.student.hidden(batch), self.student.position_effects(batch)
-        self.loss.backward_on_teacher(hidden, self.student.student.head, batch, effects)
-        self._update_weights()
+        loss = self.loss.backward_on_teacher(hidden, self.student.student.head, batch, effects)
+        self._update_weights(loss)
 
     def _zero_gradients(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def _update_weights(self) -> None:
+    def _update_weights(self, loss: Tensor) -> None:
+        """Update the weights and their EMA. Raises UserError if the loss is not finite."""
+        if not loss.isfinite():
+            raise non_finite_loss_error(self.student)
         for optimizer in self.optimizers:
             optimizer.step()
         self.ema.update_parameters(self.student.student)
@@ -184,13 +188,15 @@ class StudentTrainer:
         self._zero_gradients()
         hidden, effects = self.student.hidden(batch), self.student.position_effects(batch)
         head = self.student.student.head
-        self.loss.backward(hidden, head, batch, effects)
+        loss = self.loss.backward(hidden, head, batch, effects)
         value_head = self.student.student.value_head
         if value_head is not None:
-            torch.autograd.backward(value_head.loss(hidden, batch))
+            value_loss = value_head.loss(hidden, batch)
+            torch.autograd.backward(value_loss)
+            loss = loss + value_loss.detach()
         served = head(hidden.detach()).detach() - self.loss.log_sampling_rate
         self.student.learn_position_effects(batch, served, self.config.epochs)
-        self._update_weights()
+        self._update_weights(loss)
         times = batch.as_of[batch.request_index][:, None] * self._is_learned(batch)
         self.newest_labels = torch.maximum(self.newest_labels, times.amax(0))
 

@@ -13,8 +13,9 @@ from gemline import main
 from ranking.registry.aot import CompiledProgram, load_compiled
 from ranking.registry.export import export_ranker
 from ranking.registry.manifest import COMPILED_FILES, RankerManifest, write_manifest
+from ranking.registry.onnx_programs import Program
 from ranking.registry.programs import require_compiler
-from ranking.registry.ranker import Program, load_ranker
+from ranking.registry.ranker import load_ranker
 from ranking.scoring.offsets import RankerCalibration
 from ranking.student.trained import TrainedStudent, new_student
 from tests.ranking.conftest import FITTED, SMALL, batch_of

@@ -11,8 +11,9 @@ import torch
 from onnxscript import ir
 
 from ranking.registry.manifest import GRAPH_FILES, read_graphs, read_manifest
+from ranking.registry.onnx_programs import OnnxProgram
 from ranking.registry.programs import TRACED_FROM, ExportableProgram, exportable_programs
-from ranking.registry.ranker import OnnxProgram, load_ranker
+from ranking.registry.ranker import load_ranker
 from tests.conftest import LAST
 from tests.ranking.conftest import batch_of, untrained_student
 from training.data.batch import Shuffle

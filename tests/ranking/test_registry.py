@@ -1,9 +1,12 @@
 """A ranker's folder scores like its student, without torch, or is refused with a named fault."""
 
+import io
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +20,11 @@ from etl.tables.atomic_io import local_path
 from ranking.registry import manifest
 from ranking.registry.manifest import (
     REQUIRED_FILES,
+    TEST_VECTORS_FILE,
     RankerTraining,
     ranker_hash,
     read_manifest,
+    read_package,
 )
 from ranking.registry.ranker import (
     ExportedRanker,
@@ -27,6 +32,7 @@ from ranking.registry.ranker import (
     load_ranker,
     rankers_folder,
     validate_ranker,
+    verify_test_vectors,
     version_to_evaluate,
     versions_before,
 )
@@ -192,6 +198,38 @@ def test_a_program_whose_scores_are_not_those_of_the_test_vectors_is_refused(cop
     sign_again(copy)
     with pytest.raises(UserError, match=r"off by 0\.01 on its own test vectors"):
         load_ranker(copy)
+
+
+def test_only_log_values_may_be_unknown_in_test_vectors(folder: Path) -> None:
+    """Logits of NaN are refused although the test vectors have them too: a training diverged."""
+    ranker, package = load_ranker(folder), read_package(folder)
+
+    def verify(**outputs: np.ndarray) -> None:
+        with np.load(io.BytesIO(package.file_contents[TEST_VECTORS_FILE])) as stored:
+            vectors = dict(stored) | outputs
+        content = io.BytesIO()
+        np.savez(content, **vectors)  # type: ignore[arg-type]
+        contents = {**package.file_contents, TEST_VECTORS_FILE: content.getvalue()}
+        expected = package._replace(file_contents=contents)
+        verify_test_vectors(replace(ranker, rank_program=FixedProgram(outputs)), expected, folder)
+
+    unknown, known = np.full((1, 2, 3), np.nan, np.float32), np.zeros((1, 2, 3), np.float32)
+    verify(logits=known, log_values=unknown)
+    for value in (np.nan, np.inf):
+        with pytest.raises(UserError, match="with logits that are not finite"):
+            verify(logits=np.full_like(known, value), log_values=unknown)
+
+
+@dataclass(frozen=True)
+class FixedProgram:
+    """A program with the same outputs for all inputs."""
+
+    values: dict[str, np.ndarray]
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    def __call__(self, _: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return self.values
 
 
 def test_a_signature_is_required_where_a_key_is_trusted(

@@ -319,6 +319,19 @@ def test_a_training_on_labels_only_names_the_gem_whose_modules_it_started_with(
     assert trainer.snapshot(LAST, 0).record.shared_gem == gem.manifest.fm_version
 
 
+def test_training_stops_when_the_loss_is_not_finite(
+    student: TrainedStudent, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variance of the first batch overflows, so that the second has NaN as its loss."""
+    extreme = replace(batch, row_numeric=torch.full_like(batch.row_numeric, 1e25))
+    monkeypatch.setattr(ExampleReader, "batches", lambda *_: iter([extreme, extreme]))
+    config = StudentTrainConfig(model=SMALL, distillation=DistillationConfig(kind="none"))
+    trainer = StudentTrainer(student, config, None)
+    with pytest.raises(UserError, match=r"of feed is not finite.* candidate_standardizer.variance"):
+        trainer.learn([LAST], LabelWindow(0, 1))
+    assert all(parameter.isfinite().all() for parameter in student.student.parameters())
+
+
 def test_a_shuffled_table_has_the_same_rows_in_another_order(
     student: TrainedStudent, gem: TrainState
 ) -> None:
