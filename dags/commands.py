@@ -12,6 +12,7 @@ from dags.runner import carry_over_step_states, pending_steps, run_pipeline, run
 from dags.steps import PipelinePaths
 from etl.cli.runner import DayArgs, LakeArgs, holds_leases, parse_data_until, parse_days_argument
 from etl.errors import UserError, error_from_exit_code
+from etl.event_time import is_in_future
 from etl.spec import load_spec
 from etl.spec.base import StrictModel
 from etl.spec.model import DataSpec
@@ -149,6 +150,11 @@ def run(args: RunArgs) -> None:
     """Run the whole pipeline on some days; steps that have finished are skipped."""
     spec = args.load_spec()
     split = latest_mature_split(spec, *args.day_range)
+    if is_in_future(spec.day_end(split.data_until)):
+        raise UserError(
+            f"--days {args.days}: {split.data_until} is not over, so that its labels would miss "
+            "outcomes: end with a day before, and add the current one with `gemline refresh`"
+        )
     print(
         f"{spec.name}: train on {split.train_first} to {split.train_last}, calibrate on "
         f"{split.calibration}, test on {split.test_first}; labels mature until {split.data_until}",

@@ -32,6 +32,11 @@ def parse_local_time(spec: DataSpec, text: str) -> int:
     return int(moment.timestamp())
 
 
+def is_in_future(epoch_second: float) -> bool:
+    """Whether a time is after now."""
+    return epoch_second > time.time()
+
+
 def is_after_today(spec: DataSpec, epoch_second: int) -> bool:
     """Whether a time is after the end of the current day in the spec's time zone."""
     return epoch_second > spec.day_end(spec.day_of(int(time.time())))

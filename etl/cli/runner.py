@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from etl.cli.yaml_options import yaml_option
 from etl.errors import TemporaryError, UserError, known_temporary_error
-from etl.event_time import is_after_today, parse_local_time
+from etl.event_time import is_in_future, parse_local_time
 from etl.spec import DataSpec, load_spec
 from etl.spec.base import StrictModel, suggest_name
 from etl.spec.units import DayRange, parse_date_range
@@ -97,7 +97,8 @@ DataUntilTime = Annotated[
 def parse_data_until(spec: DataSpec, text: str) -> int:
     """Epoch second at which the data ends: that of a time, or at which a day ends.
 
-    Times are in the spec's time zone. Raises UserError if the text is neither, or after today.
+    Times are in the spec's time zone. Raises UserError if the text is neither, or if it is after
+    now: labels would become final without outcomes that still follow.
     """
     try:
         second = _end_of_data(spec, text)
@@ -105,8 +106,11 @@ def parse_data_until(spec: DataSpec, text: str) -> int:
         raise UserError(
             f"--data-until {text}: write a day or a time, such as 2026-01-08 or 2026-01-08T14:00"
         ) from None
-    if is_after_today(spec, second):
-        raise UserError(f"--data-until {text} is in the future: write today or an earlier day")
+    if is_in_future(second):
+        raise UserError(
+            f"--data-until {text} ends in the future: write a day that is over, or a time that has "
+            "passed"
+        )
     return second
 
 

@@ -11,11 +11,12 @@ from dags.orchestration.refresh import reason_to_skip
 from dags.orchestration.runs import PipelineRun
 from dags.refresh import plan_refresh, refresh_steps
 from dags.steps import PipelinePaths
-from etl.cli.runner import parse_data_until
+from etl.cli.runner import format_data_until, parse_data_until
 from etl.errors import UserError
 from etl.ingest.arrival import day_file_states, record_ingested_files
 from etl.spec import DataSpec, load_spec
 from etl.spec.units import date_range
+from gemline import main
 from tests.cli import parse_command
 from tests.conftest import FIRST, SPEC
 
@@ -115,14 +116,27 @@ def test_times_are_in_the_time_zone_of_the_spec(spec: DataSpec) -> None:
             parse_data_until(berlin, text)
 
 
-def test_data_end_today_at_the_latest(spec: DataSpec) -> None:
+def test_data_end_now_at_the_latest(spec: DataSpec) -> None:
+    """The labels of a day that is not over would miss the outcomes of the rest of the day."""
     kiritimati = spec.model_copy(update={"time_zone": "Pacific/Kiritimati"})
     for zone in (spec, kiritimati):
-        today = zone.day_of(int(time.time()))
-        assert parse_data_until(zone, f"{today}") == zone.day_end(today)
-        for text in (f"{today + timedelta(days=1)}", f"{today + timedelta(days=1)}T00:01"):
-            with pytest.raises(UserError, match="is in the future: write today or an earlier day"):
+        now = int(time.time())
+        today = zone.day_of(now)
+        yesterday = today - timedelta(days=1)
+        assert parse_data_until(zone, f"{yesterday}") == zone.day_end(yesterday)
+        assert parse_data_until(zone, format_data_until(now)) == now
+        for text in (f"{today}", f"{today + timedelta(days=1)}", format_data_until(now + 60)):
+            with pytest.raises(UserError, match="ends in the future: write a day that is over"):
                 parse_data_until(zone, text)
+
+
+def test_a_run_ends_with_a_day_that_is_over(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    today = load_spec(SPEC).day_of(int(time.time()))
+    flags = ["--spec", str(SPEC), "--raw", str(folder / "raw"), "--lake", str(folder / "lake")]
+    assert main(["run", *flags, "--days", f"{today - timedelta(days=30)}:{today}"]) == 2
+    assert f"{today} is not over" in capsys.readouterr().err
 
 
 def test_a_refresh_follows_the_daily_run_of_the_day_before(spec: DataSpec) -> None:
