@@ -143,9 +143,9 @@ class VersionPointer:
 
 
 def remove_unreferenced_versions(folder: StoragePath, *pointers: VersionPointer) -> None:
-    """Remove the version folders that no pointer retains."""
-    states = [pointer.read() for pointer in pointers]
-    retained = {version for state in states if state for version in state.retained}
+    """Remove the version folders that no pointer retains or blocks."""
+    states = [state for pointer in pointers if (state := pointer.read())]
+    retained = {version for state in states for version in (*state.retained, *state.blocked)}
     for path in folder.iterdir():
         if path.is_dir() and path.name not in retained:
             atomic_io.remove_folder(path)

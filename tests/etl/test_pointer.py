@@ -39,6 +39,19 @@ def test_only_versions_that_no_pointer_retains_are_removed(tmp_path: Path) -> No
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["b", "c", "d"]
 
 
+def test_a_blocked_version_is_kept_as_it_may_be_unblocked(tmp_path: Path) -> None:
+    pointer = VersionPointer(tmp_path, max_previous=1)
+    for name in "abcd":
+        (tmp_path / name).mkdir()
+    for name in "ab":
+        pointer.promote(name)
+    pointer.rollback()
+    for name in "cd":
+        pointer.promote(name)
+    remove_unreferenced_versions(tmp_path, pointer)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["b", "c", "d"]
+
+
 def test_a_missing_pointer_has_no_live_version_and_a_damaged_one_is_an_error(
     tmp_path: Path,
 ) -> None:
