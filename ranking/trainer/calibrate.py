@@ -3,13 +3,12 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import date, timedelta
+from datetime import date
 
 import numpy as np
 
 from etl.errors import UserError
-from etl.event_time import format_utc
-from etl.spec.units import DaySplit, date_range
+from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
 from etl.tables.uri import list_matching
 from ranking.registry.calibration_offsets import replace_offsets
@@ -28,6 +27,7 @@ from ranking.scoring.offsets import INTERCEPT, CalibrationOffsets, RankerCalibra
 from ranking.scoring.predictions import SegmentedPredictions, predict_by_segment
 from ranking.scoring.scorer import SCORE_ROWS, input_builder
 from ranking.student.trained import TrainedStudent
+from ranking.trainer.label_days import days_with_labels, require_examples
 from ranking.trainer.net_rates import first_window, refresh_from_retractions
 from ranking.trainer.student_trainer import StudentTrainer
 from training.data.batch import Shuffle
@@ -53,12 +53,10 @@ def fit_calibration(
     if split.calibration is None:
         scalings = {name: prior.get(name, PlattScaling()) for name in lake.spec.objectives}
         return RankerCalibration(scalings, offsets)
-    label_delay = timedelta(days=lake.spec.label_maturity_days)
-    days = list(date_range(split.calibration - label_delay, split.calibration))
     window = LabelWindow.for_calibration(split, lake.spec)
     window = replace(window, mixes_windows=trainer.config.mix_windows)
-    unlearned = predict_window(student, days, window)
     reader, recent = student.input_builder.reader, first_window(window.start)
+    unlearned = predict_window(student, days_with_labels(reader, window), window)
     offsets = refresh_from_retractions(offsets, reader, student.num_items, recent)
     calibration = RankerCalibration(fit_per_objective(unlearned.predictions, prior), offsets)
     return without_intercept_and_slope(refresh(calibration, unlearned, student, window))
@@ -208,30 +206,10 @@ def refresh_live_calibration(lake: Lake, surface: str, data_until: int) -> Calib
         only_unlearned=True,
         mixes_windows=training is not None and training.config.mix_windows,
     )
-    delay = timedelta(days=1 + lake.spec.label_maturity_days)
-    days = [
-        day
-        for day in date_range(*lake.day_range("examples"))
-        if lake.spec.day_start(day) < data_until
-        and lake.spec.day_end(day + delay) > offsets.labels_until
-    ]
-    end_day = lake.spec.last_day_before(data_until)
-    require_examples([day for day in days if day + delay >= end_day], data_until)
-    unlearned = predict_labels(replace(ranker, offsets=None), lake, days, window)
     reader = input_builder(ranker, lake).reader
+    require_examples(reader, data_until)
+    days = days_with_labels(reader, window)
+    unlearned = predict_labels(replace(ranker, offsets=None), lake, days, window)
     refreshed = learn_window(offsets, unlearned, reader, ranker.manifest.num_items, window)
     replace_offsets(folder, refreshed)
     return refreshed
-
-
-def require_examples(days: Sequence[date], data_until: int) -> None:
-    """Raise UserError if no examples of the latest days exist, whose labels became final by a time.
-
-    The labels would be skipped for good if all of these examples were built later.
-    """
-    if not days:
-        raise UserError(
-            "there are no examples of the days whose labels become final by "
-            f"{format_utc(data_until)} UTC: run `gemline features examples` for them, or set an "
-            "earlier --data-until"
-        )

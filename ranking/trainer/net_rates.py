@@ -4,7 +4,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from etl.spec.units import DAY
 from etl.tables import label_schemas
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
@@ -16,6 +15,7 @@ from ranking.scoring.offsets import (
 )
 from ranking.scoring.predictions import batch_segments
 from ranking.scoring.scorer import SCORE_ROWS
+from ranking.trainer.label_days import days_with_labels
 from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
@@ -59,12 +59,7 @@ def outcomes_to_learn(
     within = retraction.within
     column = list(spec.objectives).index(objective)
     final = LabelWindow(max(0, window.start - within), max(0, window.end - within))
-    delay = (1 + spec.label_maturity_days) * DAY
-    days = [
-        day
-        for day in reader.days()
-        if spec.day_start(day) < final.end and spec.day_end(day) + delay >= final.start
-    ]
+    days = days_with_labels(reader, final)
     retracted = _retracted_impressions(reader.lake, objective, within, window)
     labels, segments = [np.zeros(0, np.float32)], []
     for batch in reader.batches(days, final, SCORE_ROWS, Shuffle(None)):

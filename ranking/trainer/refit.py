@@ -10,7 +10,7 @@ import io
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import date, timedelta
+from datetime import date
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from safetensors.torch import load as from_bytes
 
 from etl.errors import UserError
 from etl.spec.model import DataSpec
-from etl.spec.units import SECONDS, date_range
+from etl.spec.units import SECONDS
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from ranking.distillation.warm_start import freeze_as_before
@@ -43,7 +43,8 @@ from ranking.scoring.outcome_values import value_evaluations
 from ranking.scoring.predictions import SegmentedPredictions, concat_by_segment
 from ranking.scoring.segment_calibration import SegmentEvaluation
 from ranking.student.trained import new_student
-from ranking.trainer.calibrate import predict_window, refresh, require_examples
+from ranking.trainer.calibrate import predict_window, refresh
+from ranking.trainer.label_days import days_with_labels, require_examples
 from ranking.trainer.student_trainer import StudentTrainer, trained_parameters
 from ranking.trainer.train import example_inputs
 from training.data.label_window import LabelWindow
@@ -125,7 +126,7 @@ def _refit(
         lake, manifest.sequence, training.config.model.max_length, (manifest.surface,)
     )
     end_day = lake.spec.last_day_before(data_until)
-    require_examples(days_with_labels(reader, training.first_day, end_day), data_until)
+    require_examples(reader, data_until)
     state, day_predictions = load_training_state(folder), load_day_predictions(folder, lake.spec)
     live = TrainingSnapshot(training, state, day_predictions)
     calibration = RankerCalibration(manifest.calibration, initial_offsets(folder, manifest))
@@ -213,7 +214,7 @@ def continue_until(
     spec, first_day = reader.lake.spec, snapshot.record.first_day
     judged = _JudgedLabels.of_unfinished_day(snapshot, calibration, spec)
     for window, day in day_windows(reader.lake, snapshot.record.labels_until, data_until):
-        days = days_with_labels(reader, first_day, day)
+        days = [d for d in days_with_labels(reader, window) if d >= first_day]
         if not days:
             log.warning("%s: no examples have labels that became final on this day", day)
         trainer = continue_training(reader, snapshot, days, day)
@@ -280,14 +281,6 @@ def day_windows(lake: Lake, labels_until: int, data_until: int) -> list[tuple[La
         windows.append((LabelWindow(start, end), day))
         end = spec.day_start(day)
     return windows[::-1]
-
-
-def days_with_labels(reader: ExampleReader, first_day: date, day: date) -> list[date]:
-    """The days from `first_day` on whose impressions may have labels that become final on a day."""
-    delay = timedelta(days=1 + reader.lake.spec.label_maturity_days)
-    days = date_range(max(first_day, day - delay), day)
-    present = set(reader.days())
-    return [d for d in days if d in present]
 
 
 def continue_training(

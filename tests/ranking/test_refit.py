@@ -41,10 +41,10 @@ from ranking.scoring.segment_calibration import ALL_ROWS
 from ranking.student.config import DistillationConfig, SharedModule, StudentTrainConfig
 from ranking.student.trained import new_student
 from ranking.trainer.calibrate import predict_window, refresh, refresh_live_calibration
+from ranking.trainer.label_days import days_with_labels
 from ranking.trainer.refit import (
     continue_training,
     day_windows,
-    days_with_labels,
     load_training_state,
     refit_live_ranker,
 )
@@ -423,11 +423,12 @@ def test_days_without_examples_are_skipped_between_others_and_refused_at_the_end
 ) -> None:
     """Examples of the last days may still be built; their labels are not skipped for good."""
     for learn in (refit_live_ranker, refresh_live_calibration):
-        with pytest.raises(UserError, match="run `gemline features examples` for them"):
+        with pytest.raises(UserError, match="run `gemline features examples` for it"):
             learn(own_lake, SURFACE, END + 10 * DAY)
 
-    def none_of_third(reader: ExampleReader, first_day: date, day: date) -> list[date]:
-        return [] if day == THIRD else days_with_labels(reader, first_day, day)
+    def none_of_third(reader: ExampleReader, window: LabelWindow) -> list[date]:
+        is_third = window.end == own_lake.spec.day_end(THIRD)
+        return [] if is_third else days_with_labels(reader, window)
 
     monkeypatch.setattr("ranking.trainer.refit.days_with_labels", none_of_third)
     refit = read_manifest(refit_live_ranker(own_lake, SURFACE, END)).training
