@@ -189,11 +189,18 @@ def promote(args: PromoteArgs) -> None:
 def refit(args: RefitArgs) -> None:
     """Train the live ranker further on all labels that are final, and make the result live."""
     from ranking.registry.records import read_refit_record
-    from ranking.trainer.refit import refit_live_ranker
+    from ranking.trainer.refit import blocked_refit, refit_live_ranker
 
     lake = args.open_lake()
     lake.spec.require_ad_surface(args.surface)
     data_until = parse_data_until(lake.spec, args.data_until)
+    if blocked := blocked_refit(lake.root, args.surface):
+        print(
+            f"ranker of {args.surface}: not refit, because its refit {blocked} was rolled back: "
+            f"run `gemline rank rollback --surface {args.surface} --unblock {blocked}`, or promote "
+            "a new ranker"
+        )
+        return
     folder = refit_live_ranker(lake, args.surface, data_until)
     record = read_refit_record(lake.root, args.surface)
     assert record is not None

@@ -35,7 +35,7 @@ from ranking.registry.manifest import (
 )
 from ranking.registry.programs import NamedTensors, require_compiler
 from ranking.registry.publication import publication
-from ranking.registry.ranker import live_version, rankers_folder
+from ranking.registry.ranker import live_pointer, live_version, rankers_folder
 from ranking.registry.records import RefitRecord, read_promotion_record, write_refit_record
 from ranking.registry.tracking import register_ranker
 from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration
@@ -87,6 +87,27 @@ def refit_live_ranker(lake: Lake, surface: str, data_until: int) -> StoragePath:
     )
     write_refit_record(lake.root, surface, record)
     return folder
+
+
+def blocked_refit(lake: str, surface: str) -> str | None:
+    """The latest refit of a surface's live ranker that was rolled back and is blocked; or None.
+
+    A later refit would learn the labels of the blocked one, too.
+    """
+    pointer = live_pointer(lake, surface)
+    state = pointer.read()
+    if state is None or not state.blocked:
+        return None
+    training = read_manifest(pointer.folder / state.live).training
+    promoted = (training and training.refit_of) or state.live
+    for version in reversed(state.blocked):
+        try:
+            blocked = read_manifest(pointer.folder / version).training
+        except UserError:  # removed or damaged
+            continue
+        if blocked and blocked.refit_of == promoted:
+            return version
+    return None
 
 
 def _require_training(manifest: RankerManifest, lake: Lake) -> RankerTraining:

@@ -11,11 +11,13 @@ import torch
 from deltalake import DeltaTable
 from mlflow import MlflowClient
 
+from etl.cli.runner import format_data_until
 from etl.errors import TemporaryError, UserError
 from etl.spec.units import DAY, DaySplit
 from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
+from gemline import main
 from ranking.inputs.segments import NEW
 from ranking.registry.export import TrainingSnapshot
 from ranking.registry.manifest import DAY_FILE, RankerTraining, offsets_of, read_manifest
@@ -43,6 +45,7 @@ from ranking.student.trained import new_student
 from ranking.trainer.calibrate import predict_window, refresh, refresh_live_calibration
 from ranking.trainer.label_days import days_with_labels
 from ranking.trainer.refit import (
+    blocked_refit,
     continue_training,
     day_windows,
     load_training_state,
@@ -369,12 +372,34 @@ def test_the_gate_does_not_judge_the_recipe_of_a_live_refit_again(refits: Refits
     assert live_version(refits.lake.root, SURFACE) == refits.last
 
 
-def test_a_refit_that_was_rolled_back_does_not_come_back(refits: Refits, tmp_path: Path) -> None:
+def test_a_refit_that_was_rolled_back_is_followed_by_none_until_it_is_unblocked(
+    refits: Refits, tmp_path: Path, spec_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The labels that it learned may be wrong, and later refits would learn them, too."""
     lake = copy_with_own_rankers(refits.lake, tmp_path / "lake")
-    assert live_pointer(lake.root, SURFACE).rollback() == refits.third.name
-    with pytest.raises(UserError, match="was rolled back and is blocked"):
-        refit_live_ranker(lake, SURFACE, END)
+    pointer = live_pointer(lake.root, SURFACE)
+    assert pointer.rollback() == refits.third.name
+    flags = ["--spec", str(spec_path), "--lake", lake.root, "--surface", SURFACE]
+    for until in (NOON, END, END + DAY):
+        refit = ["rank", "refit", *flags, "--data-until", format_data_until(until)]
+        assert main(refit) == 0
+        printed = capsys.readouterr().out
+        assert f"not refit, because its refit {refits.last.name} was rolled back" in printed
     assert live_version(lake.root, SURFACE).name == refits.third.name
+    assert main(["rank", "rollback", *flags, "--unblock", refits.last.name]) == 0
+    assert main(["rank", "refit", *flags, "--data-until", str(LAST)]) == 0
+    assert live_version(lake.root, SURFACE).name == refits.last.name
+
+
+def test_a_blocked_refit_of_another_ranker_stops_no_refit(refits: Refits, tmp_path: Path) -> None:
+    """A new ranker was promoted since, whose refit is not blocked."""
+    lake = copy_with_own_rankers(refits.lake, tmp_path / "lake")
+    pointer = live_pointer(lake.root, SURFACE)
+    pointer.rollback()
+    assert blocked_refit(lake.root, SURFACE) == refits.last.name
+    shutil.copytree(local_path(refits.gated), local_path(pointer.folder / "promoted"))
+    pointer.promote("promoted")
+    assert blocked_refit(lake.root, SURFACE) is None
 
 
 def test_the_refit_of_a_version_that_is_rolled_back_meanwhile_is_not_published(
