@@ -50,6 +50,16 @@ class LoadedRankers:
         return {surface: ranker.manifest.version for surface, (_, ranker) in loaded.items()}
 
     @property
+    def labels_until(self) -> dict[str, int]:
+        """The epoch second by which the labels were final that each surface's ranker has learned.
+
+        Rankers that were saved before it was recorded have none.
+        """
+        loaded = dict(self._loaded)  # a thread may refresh it meanwhile
+        manifests = {surface: ranker.manifest for surface, (_, ranker) in loaded.items()}
+        return {name: found.labels_until for name, found in manifests.items() if found.training}
+
+    @property
     def errors(self) -> dict[str, str]:
         """By surface, the reason why its live ranker is not served."""
         failures = dict(self._failures)

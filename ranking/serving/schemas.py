@@ -162,13 +162,17 @@ class HealthResponse(BodyModel):
 class WorkerStatus(BodyModel):
     """The loaded rankers and features of a worker, and load failures.
 
-    `features_until` is the second up to which the feature store includes the tables. A surface in
-    `ranker_errors` keeps its previous ranker, if it has one; so does the feature store.
+    `features_until` is the second up to which the feature store includes the tables, `labels_until`
+    that by which the labels that the ranker of a surface has learned were final, and
+    `label_age_seconds` how long ago that was. A surface in `ranker_errors` keeps its previous
+    ranker, if it has one; so does the feature store.
     """
 
     spec_hash: str
     features_until: int
     ranker_versions: dict[str, str]
+    labels_until: dict[str, int]
+    label_age_seconds: dict[str, int]
     ranker_errors: dict[str, str]
     feature_store_error: str | None
 

@@ -208,10 +208,13 @@ class Worker:
     @property
     def status(self) -> WorkerStatus:
         """The loaded rankers and features of the worker, and load failures."""
+        labels_until, now = self.rankers.labels_until, self.settings.now_us() // MICROS["s"]
         return WorkerStatus(
             spec_hash=self.spec.hash,
             features_until=self.feature_store.store.data_until,
             ranker_versions=self.rankers.versions,
+            labels_until=labels_until,
+            label_age_seconds={surface: now - until for surface, until in labels_until.items()},
             ranker_errors=self.rankers.errors,
             feature_store_error=self.feature_store_error,
         )

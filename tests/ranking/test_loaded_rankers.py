@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import shutil
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from ranking.registry.manifest import (
     TABLES_FILE,
     TEST_VECTORS_FILE,
     USER_ONNX,
+    RankerTraining,
     read_manifest,
     write_manifest,
 )
@@ -31,6 +33,7 @@ from ranking.serving.loaded_rankers import MIN_RETRY_SECONDS
 from ranking.serving.schemas import RankRequestBody
 from ranking.serving.settings import SETTINGS_VARIABLE, Settings
 from ranking.serving.worker import Worker
+from ranking.student.config import StudentTrainConfig
 from tests.conftest import LAST
 from tests.ranking.conftest import EVE
 from tests.ranking.served import rank_body
@@ -93,6 +96,23 @@ def test_the_service_starts_with_the_surfaces_that_can_be_loaded(
         assert state["ranker_versions"] == {name: "one" for name in SURFACES if name != surface}
         assert list(state["ranker_errors"]) == [surface] and state["ranker_errors"][surface]
         assert client.get("/ready").status_code == 200
+
+
+def test_the_status_shows_how_old_the_labels_of_a_ranker_are(
+    settings: Settings, lake_of_three: str
+) -> None:
+    """Rankers without a record of their training are left out."""
+    folder, until = ranker_folder(lake_of_three, "feed", "one"), int(time.time()) - 7200
+    training = RankerTraining(
+        config=StudentTrainConfig(), first_day=EVE, labels_until=until, newest_labels={}
+    )
+    write_manifest(folder, read_manifest(folder).model_copy(update={"training": training}))
+    worker = Worker(settings)
+    status = worker.status
+    worker.close()
+    assert status.labels_until == {"feed": until}
+    assert list(status.label_age_seconds) == ["feed"]
+    assert 7200 <= status.label_age_seconds["feed"] < 7300
 
 
 @pytest.mark.parametrize("how", DAMAGES)
