@@ -143,16 +143,12 @@ def _promotion_step(state: RankerState) -> NextStep:
     decision = state.decision
     is_current = decision is not None and decision.version == trained
     reasons = "; ".join(decision.reasons) if decision and is_current else ""
+    labels = _label_times(state.refit) if state.refit else ""
     if state.refit and is_current and decision and decision.promoted:
-        newest = state.refit.newest_label_times.items()
-        until = ", ".join(f"{time} ({objective})" for objective, time in newest)
-        return NextStep(
-            f"{name} was promoted, and its refit {live} is live, with labels until {until}.",
-            reasons,
-        )
+        return NextStep(f"{name} was promoted, and its refit {live} is live{labels}.", reasons)
     if trained == live:
         return NextStep(f"{name} was promoted and is live.", reasons)
-    serving = f"{live} stays live" if live else "no ranker is live"
+    serving = f"{live} stays live{labels}" if live else "no ranker is live"
     if is_current and decision and decision.promoted and not state.is_blocked and live:
         return NextStep(f"{name} was promoted; {live} is live.", reasons)
     if state.is_blocked:
@@ -162,6 +158,11 @@ def _promotion_step(state: RankerState) -> NextStep:
         return NextStep(f"{name} was not evaluated for promotion; {serving}. Run `{command}`.")
     why = decision.reasons[-1] if decision and decision.reasons else "no reason is recorded"
     return NextStep(f"{name} was not promoted because {why}; {serving}.", reasons)
+
+
+def _label_times(refit: RefitRecord) -> str:
+    newest = refit.newest_label_times.items()
+    return f", with labels until {', '.join(f'{time} ({name})' for name, time in newest)}"
 
 
 def _calibration_text(check: CalibrationCheck) -> str:

@@ -210,6 +210,10 @@ REFIT = RefitRecord(version="v3", data_until=1767484800, newest_labels={"click":
             "ranker v2 was not promoted because nothing is better outside noise; v1 stays live",
         ),
         (
+            RankerState("feed", "v2", "v3", decision=NOISE, refit=REFIT),
+            "outside noise; v3 stays live, with labels until 2026-01-03 00:00 (click).",
+        ),
+        (
             RankerState("feed", "v2", None, decision=NOISE),
             "was not promoted because nothing is better outside noise; no ranker is live",
         ),
