@@ -115,7 +115,7 @@ def filter_features(
         text = f"{share:.0%} of {total} columns, without {names}"
         report(Change(text, comparison, not comparison.losers))
         if not comparison.losers:
-            return Portfolio(designs)
+            return portfolio.with_designs(designs)
     return portfolio
 
 

@@ -130,9 +130,13 @@ def pair_mask(group: Group, spec: DataSpec, features: FeatureSchema) -> Tensor:
 
 @dataclass(frozen=True)
 class Portfolio:
-    """Groups with their designs, which together have each pair once."""
+    """Groups with their designs, which together have each pair once.
+
+    `first_designs` are those that the search for the portfolio began with; empty for these.
+    """
 
     designs: tuple[GroupDesign, ...]
+    first_designs: tuple[GroupDesign, ...] = ()
 
     def of(self, pair: Pair) -> GroupDesign:
         """The design that serves a pair."""
@@ -141,7 +145,11 @@ class Portfolio:
     def replaced(self, merged: Collection[Group], design: GroupDesign) -> "Portfolio":
         """The portfolio with one design instead of those of some groups."""
         kept = tuple(d for d in self.designs if d.group not in merged)
-        return Portfolio((*kept, design))
+        return self.with_designs((*kept, design))
+
+    def with_designs(self, designs: tuple[GroupDesign, ...]) -> "Portfolio":
+        """A portfolio of other designs, from the same search."""
+        return Portfolio(designs, self.first_designs or self.designs)
 
 
 @dataclass(frozen=True)

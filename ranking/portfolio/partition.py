@@ -132,7 +132,7 @@ def cosine(a: Float64, b: Float64) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """NE of pairs under a new design less that under their present ones, on validation rows."""
+    """NE of pairs under a new design less that under earlier ones, on the same rows."""
 
     differences: Mapping[Pair, ConfidenceInterval]
 
@@ -173,14 +173,22 @@ class Change:
 
 
 def compare(trials: GroupTrials, present: Portfolio, designs: Sequence[GroupDesign]) -> Comparison:
-    """Compare designs with those that serve their pairs at present."""
+    """Compare designs with those that serve their pairs at present, and at first.
+
+    Of both differences of a pair the one is reported that loses more, so that losses within noise
+    do not add up over accepted changes.
+    """
+    earlier = [present, *([Portfolio(present.first_designs)] if present.first_designs else [])]
     differences = {}
     for design in designs:
         predicted = trials.validation(design)
         for pair in sorted(design.group):
-            before = rows_of(trials, trials.validation(present.of(pair)), pair)
             after = rows_of(trials, predicted, pair)
-            differences[pair] = paired_ne_difference([after], [before], pair.objective)
+            found = [
+                paired_ne_difference([after], [rows_of(trials, before, pair)], pair.objective)
+                for before in (trials.validation(portfolio.of(pair)) for portfolio in earlier)
+            ]
+            differences[pair] = max(found, key=lambda difference: difference.low)
     return Comparison(differences)
 
 

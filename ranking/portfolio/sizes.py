@@ -73,4 +73,4 @@ def _with_reduced(portfolio: Portfolio, size: str, share: float) -> Portfolio | 
             return None
         config = design.config.model_copy(update={"model": model})
         designs.append(replace(design, config=config))
-    return Portfolio(tuple(designs))
+    return portfolio.with_designs(tuple(designs))

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -29,7 +31,14 @@ from ranking.portfolio.groups import (
     pairs_of,
     per_surface,
 )
-from ranking.portfolio.partition import Affinity, Comparison, cosine, jaccard, merge_priority
+from ranking.portfolio.partition import (
+    Affinity,
+    Comparison,
+    compare,
+    cosine,
+    jaccard,
+    merge_priority,
+)
 from ranking.portfolio.proposal import proposal_lines, propose
 from ranking.portfolio.sizes import reduced
 from ranking.student.config import StudentTrainConfig
@@ -223,6 +232,27 @@ def test_a_change_loses_where_an_interval_is_above_zero() -> None:
         OTHER: ConfidenceInterval(-0.002, -0.004, -0.001),
     }
     assert Comparison(differences).losers == [BUY]
+
+
+def test_losses_within_noise_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Designs are compared with those at present, and with those that the search began with."""
+    ne_by_length = {40: 0.8000, 30: 0.8010, 20: 0.8020}
+
+    def difference(after: list[float], before: list[float], _: str) -> ConfidenceInterval:
+        value = after[0] - before[0]
+        return ConfidenceInterval(value, value - 0.0015, value + 0.0015)
+
+    def design(length: int) -> GroupDesign:
+        model = SMALL.model_copy(update={"max_length": length})
+        return GroupDesign(frozenset((CLICK,)), CONFIG.model_copy(update={"model": model}))
+
+    monkeypatch.setattr("ranking.portfolio.partition.rows_of", lambda _, found, __: found)
+    monkeypatch.setattr("ranking.portfolio.partition.paired_ne_difference", difference)
+    lengths = SimpleNamespace(validation=lambda found: ne_by_length[found.config.model.max_length])
+    trials, first = cast(GroupTrials, lengths), Portfolio((design(40),))
+    assert not compare(trials, first, [design(30)]).losers
+    assert not compare(trials, Portfolio((design(30),)), [design(20)]).losers
+    assert compare(trials, first.with_designs((design(30),)), [design(20)]).losers == [CLICK]
 
 
 def test_a_portfolio_has_each_pair_once(spec: DataSpec) -> None:
