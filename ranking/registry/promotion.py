@@ -45,6 +45,7 @@ from training.evaluation.predictions import (
     ConfidenceInterval,
     Predictions,
     calibration_interval,
+    ne_interval,
     paired_ne_difference,
 )
 
@@ -178,7 +179,8 @@ def compare_rankers(
     """Compare a ranker with the live one by their predictions for the same examples.
 
     It is promoted if it is calibrated, better for some objective and worse for none, outside noise.
-    Without a live one it is promoted if it is calibrated. Some objective must be evaluated.
+    Without a live one it is promoted if it is calibrated, and the reasons have its own NE. Some
+    objective must be evaluated.
     """
     names = [name for name in candidate.objectives if _has_enough_labels(candidate, name)]
     ratios = {name: calibration_interval(candidate, name) for name in names}
@@ -193,6 +195,10 @@ def compare_rankers(
     if not names:
         reasons.append(f"no objective has {MIN_POSITIVES} positives and negatives on the test days")
     if live is None:
+        found = {name: ne_interval(candidate, name) for name in names}
+        reasons += [
+            f"{name}: NE {ne.value:.4f} [{ne.low:.4f}, {ne.high:.4f}]" for name, ne in found.items()
+        ]
         passes = bool(names) and not uncalibrated
         return PromotionDecision(version, passes, (*reasons, *uncalibrated_reasons))
     differences = {name: paired_ne_difference([candidate], [live], name) for name in names}

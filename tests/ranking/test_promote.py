@@ -1,5 +1,6 @@
 """A ranker is promoted only if it is calibrated, and better than the live one outside noise."""
 
+import re
 import shutil
 from dataclasses import replace
 from datetime import timedelta
@@ -41,6 +42,7 @@ from tests.ranking.conftest import SMALL
 from tests.world import link_tables
 from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
+from training.evaluation.metrics import ne_by_objective
 from training.evaluation.predictions import Predictions
 
 ROWS = 20_000
@@ -73,7 +75,12 @@ def decide(candidate: Predictions, live: Predictions | None) -> PromotionDecisio
 
 
 def test_a_first_and_a_better_ranker_are_promoted() -> None:
-    assert decide(predictions(1.0), None).promoted
+    first = decide(predictions(1.0), None)
+    assert first.promoted
+    ne = {name: f"{value:.4f}" for name, value in ne_by_objective(predictions(1.0)).items()}
+    found = [re.fullmatch(r"(\w+): NE (\S+) \[(\S+), (\S+)\]", each) for each in first.reasons]
+    assert {match[1]: match[2] for match in found if match} == ne
+    assert all(match[3] < match[2] < match[4] for match in found if match)
     assert decide(predictions(0.1), predictions(0.6)).promoted
 
 

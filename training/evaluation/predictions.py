@@ -193,6 +193,13 @@ def paired_ne_difference(
     return _percentile_interval(data, ne_difference, seed)
 
 
+def ne_interval(predictions: Predictions, objective: str, seed: int = 0) -> ConfidenceInterval:
+    """NE on all rows with a final label."""
+    losses, rows, positives = sums_by_user([predictions], objective).T
+    data = (losses, np.zeros_like(losses), rows, positives)
+    return _percentile_interval(data, ne_difference, seed)
+
+
 def calibration_interval(
     predictions: Predictions, objective: str, seed: int = 0
 ) -> ConfidenceInterval:
