@@ -187,7 +187,7 @@ class RefitPredictions:
                 unlearned = replace(window, only_unlearned=True)
                 final.append(predict_rows(student, days, unlearned, calibration))
                 served.append(predict_rows(student, [day], all_labels, calibration))
-            trainer.learn(days, window)
+            trainer.train(days, window)
             snapshot = trainer.snapshot(self.first, window.end)
         return concat_rows(final), concat_rows(served)
 

@@ -18,7 +18,12 @@ from ranking.inputs.from_tables import load_teacher_history
 from ranking.student.config import DistillationConfig, StudentTrainConfig
 from ranking.student.trained import TrainedStudent
 from ranking.trainer.student_trainer import StudentTrainer
-from ranking.trainer.train import fit_domain_model, init_student, load_teacher, train_student
+from ranking.trainer.train import (
+    fit_domain_model,
+    init_student,
+    load_teacher_predictions,
+    train_student,
+)
 from training.teacher.embeddings import TeacherEmbeddings
 from training.teacher.predictions import TeacherPredictions
 
@@ -62,7 +67,7 @@ def start_trial(
     teacher_embeddings: TeacherEmbeddings,
 ) -> tuple[TrainedStudent, TeacherPredictions | None]:
     """A student before its training, and its teacher; of a control both are shuffled."""
-    teacher = load_teacher(lake, surfaces, split, config)
+    teacher = load_teacher_predictions(lake, surfaces, split, config)
     if not _shuffles_teacher(config):
         return init_student(lake, surfaces, split, config, teacher_embeddings), teacher
     embeddings = shuffle_embeddings(teacher_embeddings, config.seed)

@@ -126,7 +126,7 @@ class ZipperTrials:
         trainer = trainer_type(student, config, None)
         days = list(date_range(split.train_first, split.train_last))
         known_until = split.data_until if kind == "oracle" else split.train_last
-        trainer.learn(days, LabelWindow(0, spec.day_end(known_until)))
+        trainer.train(days, LabelWindow(0, spec.day_end(known_until)))
         batches = reader.batches(
             [split.test_first], LabelWindow.for_test(split, spec), SCORE_ROWS, Shuffle(None)
         )

@@ -1,8 +1,8 @@
 """Compares the promoted ranker's order of logged requests with the order in the log.
 
 Each logged ad is scored at the served position, so that its logged position does not influence the
-target ranking. Requests whose slots and propensities are complete
-in the log are then evaluated off-policy (see estimators.py).
+target ranking. Requests whose slots and propensities are complete in the log are then evaluated
+off-policy (see estimators.py).
 
 B ads, O objectives.
 """
@@ -78,9 +78,9 @@ def score_logged_ads(
     builder, auction = input_builder(ranker, lake), Auction(lake.spec, ranker.manifest.surface)
     reader, bid_table = builder.reader, load_bids(lake, builder.reader.items, days[0])
     reader.require_days(*days)
-    labels = LabelWindow(0, lake.spec.day_end(data_until), include_unlabelled=True)
+    label_window = LabelWindow(0, lake.spec.day_end(data_until), include_unlabelled=True)
     parts, num_requests = [], 0
-    for batch in reader.batches(list(date_range(*days)), labels, SCORE_ROWS, Shuffle(None)):
+    for batch in reader.batches(list(date_range(*days)), label_window, SCORE_ROWS, Shuffle(None)):
         part = _score_batch(ranker, auction, builder, bid_table, batch)
         parts.append(part._replace(request_ids=part.request_ids + num_requests))
         num_requests += len(batch.as_of)

@@ -184,7 +184,7 @@ class GroupTrials:
         split, trainer = self.split, self.untrained(design)
         days = trainer.student.input_builder.reader.days()
         trained = [day for day in days if split.train_first <= day <= split.train_last]
-        trainer.learn(trained, LabelWindow.for_training(split, self.lake.spec))
+        trainer.train(trained, LabelWindow.for_training(split, self.lake.spec))
         return trainer
 
     def windows(self) -> dict[str, LabelWindow]:
@@ -204,7 +204,7 @@ class GroupTrials:
         return reader.batches(days, self.windows()[rows], PREDICT_ROWS, Shuffle(None))
 
     def _predictions(self, design: GroupDesign, rows: str) -> Predictions:
-        path = self._path(design, rows)
+        path = self.predictions_path(design, rows)
         if not path.is_file():
             trainer = self.train(design)
             objectives = trainer.student.input_builder.reader.features.objectives
@@ -213,10 +213,11 @@ class GroupTrials:
                 for name in ("validation", "test")
             }
             for name, found in _calibrated(predicted).items():
-                found.sorted_by_impression().write(self._path(design, name), self.split)
+                found.sorted_by_impression().write(self.predictions_path(design, name), self.split)
         return Predictions.read(path, self.split)
 
-    def _path(self, design: GroupDesign, rows: str) -> StoragePath:
+    def predictions_path(self, design: GroupDesign, rows: str) -> StoragePath:
+        """Where the predictions of `validation` or `test` rows are kept."""
         versions = {name: self.lake.version(name) for name in INPUT_TABLES}
         spec = self.lake.spec  # what models read and no table depends on
         inputs = {"similarity_attributes", "sequences", "position_bias"}

@@ -116,4 +116,4 @@ def _training_lines(training: RankerTraining) -> Iterator[str]:
     yield ""
     yield "## Evaluation at the gate"
     yield ""
-    yield from (f"- {reason}" for reason in training.gate or ("not judged yet",))
+    yield from (f"- {reason}" for reason in training.gate or ("not evaluated yet",))

@@ -104,7 +104,7 @@ def promote_if_better(
     if isinstance(live, ExportedRanker):
         live_predictions = ranker_predictions(live, lake, split).predictions
     decision = compare_rankers(latest.name, evaluated.predictions, live_predictions, config)
-    decision = judge_segments(decision, segments, lake.spec, config)
+    decision = require_calibrated_segments(decision, segments, lake.spec, config)
     if isinstance(live, NoComparison):
         promoted = state is None or (decision.promoted and live.allows_calibrated)
         decision = replace(decision, promoted=promoted, reasons=(live.reason, *decision.reasons))
@@ -136,7 +136,10 @@ def live_and_gated_version(lake: str, surface: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class NoComparison:
-    """Why no live ranker can be compared with; `allows_calibrated` if a calibrated one may pass."""
+    """Why there is no live ranker to compare with.
+
+    With `allows_calibrated`, a calibrated candidate may still be promoted.
+    """
 
     reason: str
     allows_calibrated: bool = True
@@ -212,7 +215,7 @@ def compare_rankers(
     return PromotionDecision(version, passes, tuple(reasons))
 
 
-def judge_segments(
+def require_calibrated_segments(
     decision: PromotionDecision,
     segments: Sequence[SegmentCalibration],
     spec: DataSpec,

@@ -37,7 +37,7 @@ def _register_ranker(lake: Lake, folder: StoragePath, manifest: RankerManifest) 
         "teacher_versions": ", ".join(training.teacher_versions),
         "shared_gem": training.shared_gem or "",
         "table_versions": json.dumps(training.table_versions),
-        "gate": "; ".join(training.gate) or "not judged yet",
+        "gate": "; ".join(training.gate) or "not evaluated yet",
     }
     name, card = f"{manifest.spec.name}-{manifest.surface}", model_card(manifest)
     register_model_version(lake.root, name, str(folder), card, tags)

@@ -2,9 +2,9 @@
 
 Each refresh is a step of online Bayesian regression with a diagonal Laplace approximation (Chapelle
 and Li, 2011, algorithm 3), in which earlier labels count less by their age: logistic regression of
-labels, gamma regression with a logarithmic link of the values of outcomes. The offsets
-of a segment have a normal prior around zero, whose precision is estimated from the offsets
-themselves (empirical Bayes; MacKay, 1992): where values do not differ, offsets vanish.
+labels, gamma regression with a logarithmic link of the values of outcomes. The offsets of a segment
+have a normal prior around zero, whose precision is estimated from the offsets themselves (empirical
+Bayes; MacKay, 1992): where values do not differ, offsets vanish.
 
 n rows, V values of a segment.
 """

@@ -56,13 +56,17 @@ def fit_calibration(
     window = LabelWindow.for_calibration(split, lake.spec)
     window = replace(window, mixes_windows=trainer.config.mix_windows)
     reader, recent = student.input_builder.reader, first_window(window.start)
-    unlearned = predict_window(student, days_with_labels(reader, window), window)
+    held_out_predictions = predict_window(student, days_with_labels(reader, window), window)
     offsets = refresh_from_retractions(offsets, reader, student.num_items, recent)
-    calibration = RankerCalibration(fit_per_objective(unlearned.predictions, prior), offsets)
-    return without_intercept_and_slope(refresh(calibration, unlearned, student, window))
+    calibration = RankerCalibration(
+        fit_per_objective(held_out_predictions.predictions, prior), offsets
+    )
+    return drop_intercept_and_slope(
+        refresh_calibration(calibration, held_out_predictions, student, window)
+    )
 
 
-def without_intercept_and_slope(calibration: RankerCalibration) -> RankerCalibration:
+def drop_intercept_and_slope(calibration: RankerCalibration) -> RankerCalibration:
     """The calibration without the intercept and the slope of its offsets.
 
     After a fit they have learned the same labels again, from a prior of their own: where positives
@@ -99,9 +103,9 @@ def fit_per_objective(
     return fitted
 
 
-def refresh(
+def refresh_calibration(
     ranker_calibration: RankerCalibration,
-    unlearned: SegmentedPredictions,
+    held_out_predictions: SegmentedPredictions,
     student: TrainedStudent,
     window: LabelWindow,
 ) -> RankerCalibration:
@@ -109,19 +113,19 @@ def refresh(
 
     Args:
         ranker_calibration: The calibration.
-        unlearned: The student's predictions of the window's labels, not calibrated.
+        held_out_predictions: The student's predictions of the window's labels, not calibrated.
         student: The student.
         window: The window.
     """
     offsets = ranker_calibration.offsets
     assert offsets is not None
-    calibrated = unlearned.calibrated(replace(ranker_calibration, offsets=None))
+    calibrated = held_out_predictions.calibrated(replace(ranker_calibration, offsets=None))
     reader, num_items = student.input_builder.reader, student.num_items
-    learned = learn_window(offsets, calibrated, reader, num_items, window)
+    learned = refresh_all_offsets(offsets, calibrated, reader, num_items, window)
     return replace(ranker_calibration, offsets=learned)
 
 
-def learn_window(
+def refresh_all_offsets(
     offsets: CalibrationOffsets,
     calibrated: SegmentedPredictions,
     reader: ExampleReader,
@@ -209,7 +213,7 @@ def refresh_live_calibration(lake: Lake, surface: str, data_until: int) -> Calib
     reader = input_builder(ranker, lake).reader
     require_examples(reader, data_until)
     days = days_with_labels(reader, window)
-    unlearned = predict_labels(replace(ranker, offsets=None), lake, days, window)
-    refreshed = learn_window(offsets, unlearned, reader, ranker.manifest.num_items, window)
+    calibrated = predict_labels(replace(ranker, offsets=None), lake, days, window)
+    refreshed = refresh_all_offsets(offsets, calibrated, reader, ranker.manifest.num_items, window)
     replace_offsets(folder, refreshed)
     return refreshed

@@ -1,8 +1,8 @@
 """Refit of the live ranker on labels that became final after its training.
 
-The gate judges a recipe on days whose labels are all final, so a ranker that has just passed it is
-days old. Its refit continues the training day by day until the data ends, which may be within a
-day: the labels are predicted, which refreshes the offsets of the calibration that the gate
+The promotion gate evaluates a ranker on days whose labels are all final, so a ranker that has just
+passed is days old. Its refit continues the training day by day until the data ends, which may be
+within a day: the labels are predicted, which refreshes the offsets of the calibration that the gate
 accepted, and then learned. A later refit continues from an earlier one.
 """
 
@@ -43,7 +43,7 @@ from ranking.scoring.outcome_values import value_evaluations
 from ranking.scoring.predictions import SegmentedPredictions, concat_by_segment
 from ranking.scoring.segment_calibration import SegmentEvaluation
 from ranking.student.trained import new_student
-from ranking.trainer.calibrate import predict_window, refresh
+from ranking.trainer.calibrate import predict_window, refresh_calibration
 from ranking.trainer.label_days import days_with_labels, require_examples
 from ranking.trainer.student_trainer import StudentTrainer, trained_parameters
 from ranking.trainer.train import example_inputs
@@ -152,11 +152,11 @@ def _refit(
     live = TrainingSnapshot(training, state, day_predictions)
     calibration = RankerCalibration(manifest.calibration, initial_offsets(folder, manifest))
     refit = continue_until(reader, live, calibration, data_until)
-    gated = training.refit_of or folder.name
+    promoted_version = training.refit_of or folder.name
     decision = read_promotion_record(lake.root, manifest.surface)
-    gate = decision.reasons if decision and decision.version == gated else training.gate
+    gate = decision.reasons if decision and decision.version == promoted_version else training.gate
     record = refit.snapshot.record.model_copy(
-        update={"refit_of": gated, "gate": gate, "evaluation": refit.evaluation}
+        update={"refit_of": promoted_version, "gate": gate, "evaluation": refit.evaluation}
     )
     snapshot = replace(refit.snapshot, record=record)
     student = refit.trainer.averaged
@@ -233,7 +233,7 @@ def continue_until(
     they have learned them already. There must be a day to learn.
     """
     spec, first_day = reader.lake.spec, snapshot.record.first_day
-    judged = _JudgedLabels.of_unfinished_day(snapshot, calibration, spec)
+    prequential = _PrequentialPredictions.of_unfinished_day(snapshot, calibration, spec)
     for window, day in day_windows(reader.lake, snapshot.record.labels_until, data_until):
         days = [d for d in days_with_labels(reader, window) if d >= first_day]
         if not days:
@@ -242,21 +242,23 @@ def continue_until(
         start = max(window.start, calibration.labels_until)
         if start < window.end:
             mixes_windows = snapshot.record.config.mix_windows
-            unlearned = LabelWindow(
+            held_out_window = LabelWindow(
                 start, window.end, only_unlearned=True, mixes_windows=mixes_windows
             )
-            predictions = predict_window(trainer.averaged, days, unlearned)
-            judged.by_day.setdefault(day, []).append(predictions.calibrated(calibration))
-            calibration = refresh(calibration, predictions, trainer.averaged, unlearned)
-        trainer.learn(days, window)
+            predictions = predict_window(trainer.averaged, days, held_out_window)
+            prequential.by_day.setdefault(day, []).append(predictions.calibrated(calibration))
+            calibration = refresh_calibration(
+                calibration, predictions, trainer.averaged, held_out_window
+            )
+        trainer.train(days, window)
         snapshot = trainer.snapshot(first_day, window.end)
     if not spec.is_day_end(data_until):
-        snapshot = replace(snapshot, day_predictions=judged.predictions(day))
-    return Refit(trainer, snapshot, calibration, judged.evaluation(data_until))
+        snapshot = replace(snapshot, day_predictions=prequential.predictions(day))
+    return Refit(trainer, snapshot, calibration, prequential.evaluation(data_until))
 
 
 @dataclass
-class _JudgedLabels:
+class _PrequentialPredictions:
     """Predictions of labels before they were learned, by the day on which these became final."""
 
     labels_from: int
@@ -265,7 +267,7 @@ class _JudgedLabels:
     @classmethod
     def of_unfinished_day(
         cls, snapshot: TrainingSnapshot, calibration: RankerCalibration, spec: DataSpec
-    ) -> "_JudgedLabels":
+    ) -> "_PrequentialPredictions":
         """Those of earlier refits of a day, unless the calibration has learned labels since."""
         record, stored = snapshot.record, snapshot.day_predictions
         start = max(record.labels_until, calibration.labels_until)

@@ -37,8 +37,8 @@ class StudentTrainer:
     """A student in training, with its loss, its optimizers and the EMA of its weights.
 
     `teacher_versions` are the GEMs whose predictions are learned, or were by the weights that the
-    student started with. `newest_labels` (O) are the
-    times, in epoch seconds, of the latest impressions whose labels were learned; 0 for none.
+    student started with. `newest_labels` (O) are the times, in epoch seconds, of the latest
+    impressions whose labels were learned; 0 for none.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class StudentTrainer:
         self.ema = EmaModel(student.student)
         self.teacher_versions = {*student.teacher_versions, *(teacher.versions if teacher else ())}
         self.newest_labels = torch.zeros(len(reader.features.objectives), dtype=torch.int64)
-        self.num_learned_items = student.num_items
+        self.num_trained_items = student.num_items
 
     def _build_optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizer of dense weights, and that of tables unless they are frozen."""
@@ -89,7 +89,7 @@ class StudentTrainer:
         module = cast(Student, self.ema.module)
         module.eval()
         averaged = TrainedStudent(
-            module, self.student.tables, self.num_learned_items, self.student.input_builder
+            module, self.student.tables, self.num_trained_items, self.student.input_builder
         )
         averaged.shared_gem = self.student.shared_gem
         averaged.teacher_versions = frozenset(self.teacher_versions)
@@ -103,19 +103,19 @@ class StudentTrainer:
         for epoch in range(self.config.distillation.pretraining_epochs):
             for batch in self._epoch(days, window, FIRST_PRETRAINING_EPOCH + epoch):
                 self._pretraining_step(batch)
-        self.num_learned_items = self.student.num_items
+        self.num_trained_items = self.student.num_items
 
-    def learn(self, days: Sequence[date], window: LabelWindow) -> None:
+    def train(self, days: Sequence[date], window: LabelWindow) -> None:
         """Train on the labels of a window, as many passes as configured."""
-        self._learn_epochs(days, window, range(self.config.epochs))
-        self.num_learned_items = self.student.num_items
+        self._train_epochs(days, window, range(self.config.epochs))
+        self.num_trained_items = self.student.num_items
 
-    def learn_prequentially(self, days: Sequence[date], window: LabelWindow) -> Predictions:
-        """Train like `learn`; returns predictions of each example from before it was learned."""
-        self.num_learned_items = self.student.num_items
+    def train_prequentially(self, days: Sequence[date], window: LabelWindow) -> Predictions:
+        """Train like `train`; returns predictions of each example from before it was learned."""
+        self.num_trained_items = self.student.num_items
         averaged, epochs = self.averaged, range(self.config.epochs)
 
-        def predict_then_learn(batch: Batch) -> Tensor:
+        def predict_then_train(batch: Batch) -> Tensor:
             logits = averaged.logits(batch)
             with torch.enable_grad():
                 self._step(batch)
@@ -123,11 +123,11 @@ class StudentTrainer:
 
         first_epoch = self._epoch_with_progress(days, window, 0) if epochs else ()
         objectives = self.student.input_builder.reader.features.objectives
-        predictions = predict(predict_then_learn, first_epoch, objectives)
-        self._learn_epochs(days, window, epochs[1:])
+        predictions = predict(predict_then_train, first_epoch, objectives)
+        self._train_epochs(days, window, epochs[1:])
         return predictions
 
-    def _learn_epochs(
+    def _train_epochs(
         self, days: Sequence[date], window: LabelWindow, numbers: Iterable[int]
     ) -> None:
         for number in numbers:
@@ -270,10 +270,10 @@ class StudentTrainer:
         """Continue from the state of an earlier session, which may know fewer items.
 
         New items start from the row of the unknown item. A state from before rankers predicted
-        values goes on with a new value head. Raises UserError if the state is of a
-        student of another configuration.
+        values continues with a new value head. Raises UserError if the state is of a student of
+        another configuration.
         """
-        self.num_learned_items = len(state[ITEM_WEIGHT])
+        self.num_trained_items = len(state[ITEM_WEIGHT])
         modules = self._modules() | {"ema": self.ema}
         state = _with_new_items(state, self.student.num_items)
         state = _new_value_head(modules) | state

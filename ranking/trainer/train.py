@@ -84,7 +84,7 @@ def train_domain(lake: Lake, name: str, split: DaySplit, config: StudentTrainCon
     embeddings = load_teacher_history(lake, config.model.input_limits)
     student = init_student(lake, surfaces, split, config, embeddings)
     return fit_domain_model(
-        student, name, split, config, load_teacher(lake, surfaces, split, config)
+        student, name, split, config, load_teacher_predictions(lake, surfaces, split, config)
     )
 
 
@@ -103,7 +103,7 @@ def fit_domain_model(
     trainer = StudentTrainer(student, config, teacher)
     days, window = training_rows(student, split)
     trainer.pretrain(days, window)
-    predictions = trainer.learn_prequentially(days, window)
+    predictions = trainer.train_prequentially(days, window)
     predictions.write(domain.domain_predictions_path(reader.lake, name, day), split)
     return domain.save_domain_model(reader, name, day, trainer.averaged)
 
@@ -114,10 +114,12 @@ def train_on_surfaces(
     """Train a student on the examples of one surface or of several."""
     teacher_embeddings = load_teacher_history(lake, config.model.input_limits)
     student = init_student(lake, surfaces, split, config, teacher_embeddings)
-    return train_student(student, split, config, load_teacher(lake, surfaces, split, config))
+    return train_student(
+        student, split, config, load_teacher_predictions(lake, surfaces, split, config)
+    )
 
 
-def load_teacher(
+def load_teacher_predictions(
     lake: Lake, surfaces: tuple[str, ...], split: DaySplit, config: StudentTrainConfig
 ) -> TeacherPredictions | None:
     """The teacher's predictions for the training days; None if a student learns labels only.
@@ -176,7 +178,7 @@ def train_student(
     trainer = StudentTrainer(student, config, teacher)
     days, window = training_rows(student, split)
     trainer.pretrain(days, window)
-    trainer.learn(days, window)
+    trainer.train(days, window)
     return trainer
 
 

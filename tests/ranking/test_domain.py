@@ -22,7 +22,12 @@ from ranking.student.config import (
 )
 from ranking.student.trained import TrainedStudent, new_student
 from ranking.trainer.student_trainer import StudentTrainer
-from ranking.trainer.train import load_teacher, train_domain, train_on_surfaces, training_rows
+from ranking.trainer.train import (
+    load_teacher_predictions,
+    train_domain,
+    train_on_surfaces,
+    training_rows,
+)
 from tests.conftest import FIRST, LAST
 from tests.ranking.conftest import SMALL
 from training.data.batch import Batch, Shuffle
@@ -200,7 +205,7 @@ def trained_prequentially(lake: Lake, flipped: int | None) -> tuple[TrainedStude
     trainer = FlippedLabels(random_student(lake, 0), config, teacher=None)
     trainer.flipped = flipped
     torch.manual_seed(0)
-    predictions = trainer.learn_prequentially(*training_rows(trainer.student, SPLIT))
+    predictions = trainer.train_prequentially(*training_rows(trainer.student, SPLIT))
     return trainer.averaged, predictions
 
 
@@ -218,7 +223,7 @@ def test_predicting_before_learning_changes_no_weight(table_lake: Lake) -> None:
     config = StudentTrainConfig(model=SMALL, batch_rows=64).labels_only()
     trainer = StudentTrainer(random_student(table_lake, 0), config, teacher=None)
     torch.manual_seed(0)
-    trainer.learn(*training_rows(trainer.student, SPLIT))
+    trainer.train(*training_rows(trainer.student, SPLIT))
     for name, weight in weights_of(trainer.averaged).items():
         assert torch.equal(weight, weights_of(model)[name]), name
 
@@ -229,9 +234,9 @@ def test_a_ranker_learns_what_its_domain_predicted(table_lake: Lake) -> None:
         model=SMALL, distillation=DistillationConfig(teacher="domain", shared_modules=())
     )
     with pytest.raises(UserError, match=rf"no model of domain everywhere was trained until {DAY}"):
-        load_teacher(table_lake, ("feed",), SPLIT, taught)
+        load_teacher_predictions(table_lake, ("feed",), SPLIT, taught)
     train_domain(table_lake, "everywhere", SPLIT, labels)
-    teacher = load_teacher(table_lake, ("feed",), SPLIT, taught)
+    teacher = load_teacher_predictions(table_lake, ("feed",), SPLIT, taught)
     assert teacher is not None and teacher.versions == [f"everywhere-{DAY:%Y%m%d}"]
     student = random_student(table_lake, 0)
     days, window = training_rows(student, SPLIT)
@@ -239,8 +244,8 @@ def test_a_ranker_learns_what_its_domain_predicted(table_lake: Lake) -> None:
         assert teacher.lookup(batch.impression_ids).mask.all()
     earlier = SPLIT.model_copy(update={"train_first": FIRST + timedelta(days=1)})
     with pytest.raises(UserError, match="predictions of another split of days"):
-        load_teacher(table_lake, ("feed",), earlier, taught)
+        load_teacher_predictions(table_lake, ("feed",), earlier, taught)
     objectives = {"click": table_lake.spec.objectives["click"]}
     spec = table_lake.spec.model_copy(update={"objectives": objectives})
     with pytest.raises(UserError, match="now objectives are click: run `gemline rank train-domain"):
-        load_teacher(Lake(table_lake.root, spec), ("feed",), SPLIT, taught)
+        load_teacher_predictions(Lake(table_lake.root, spec), ("feed",), SPLIT, taught)

@@ -16,7 +16,11 @@ from etl.signature import SIGNING_KEY_VARIABLE, TRUSTED_KEY_VARIABLE
 from etl.spec.units import DAY
 from ranking.registry.calibration_offsets import OFFSETS_FILE, read_offsets, write_offsets
 from ranking.registry.manifest import read_manifest, write_manifest
-from ranking.registry.promotion import PromotionConfig, PromotionDecision, judge_segments
+from ranking.registry.promotion import (
+    PromotionConfig,
+    PromotionDecision,
+    require_calibrated_segments,
+)
 from ranking.registry.ranker import live_pointer, load_ranker
 from ranking.scoring.calibration import Labels, fit_platt, logit, sigmoid
 from ranking.scoring.offset_updates import (
@@ -43,7 +47,7 @@ from ranking.scoring.segment_calibration import (
 from ranking.serving.settings import Settings
 from ranking.serving.worker import Worker
 from ranking.student.trained import TrainedStudent
-from ranking.trainer.calibrate import without_intercept_and_slope
+from ranking.trainer.calibrate import drop_intercept_and_slope
 from tests.ranking.conftest import batch_of
 from training.data.reader import ExampleReader
 
@@ -159,7 +163,7 @@ def test_a_fit_on_few_labels_is_not_repeated_by_the_offsets_of_the_same_labels()
     calibration = RankerCalibration({"click": fitted}, offsets)
     twice, once = (
         found(logit(p)[:, None], segments, ["click"]).sum()
-        for found in (calibration, without_intercept_and_slope(calibration))
+        for found in (calibration, drop_intercept_and_slope(calibration))
     )
     assert 13 < fit.sum() < 15 and once == pytest.approx(fit.sum(), rel=0.01)
     assert twice < 0.9 * fit.sum()
@@ -395,12 +399,14 @@ def test_the_gate_refuses_a_segment_that_is_far_off_beyond_noise(
     segments = [s for s in segment_calibrations("click", rows) if s.segment == "category"]
     assert segments[0].sigma > MAX_SIGMA
     decision = PromotionDecision("v1", True, ("nothing is better outside noise",))
-    judged = judge_segments(decision, segments, spec, PromotionConfig())
+    judged = require_calibrated_segments(decision, segments, spec, PromotionConfig())
     assert judged.promoted == promoted
     assert "worst of 1 segments: click of category #5" in judged.reasons[0]
     assert any("not calibrated" in reason for reason in judged.reasons) != promoted
     assert ("not calibrated" in judged.reasons[-1]) != promoted  # why it is not promoted
-    refused = judge_segments(replace(decision, promoted=False), segments, spec, PromotionConfig())
+    refused = require_calibrated_segments(
+        replace(decision, promoted=False), segments, spec, PromotionConfig()
+    )
     assert not refused.promoted
 
 
@@ -415,5 +421,5 @@ def test_the_gate_refuses_a_segment_whose_errors_cancel(reader: ExampleReader) -
     decision = PromotionDecision("v1", True, ())
     for tolerance, promoted in ((0.2, False), (0.3, True)):
         config = PromotionConfig(segment_tolerance=tolerance)
-        judged = judge_segments(decision, segments, reader.lake.spec, config)
+        judged = require_calibrated_segments(decision, segments, reader.lake.spec, config)
         assert judged.promoted == promoted, judged.reasons

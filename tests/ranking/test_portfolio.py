@@ -47,6 +47,7 @@ from tests.conftest import SPEC
 from tests.ranking.conftest import SMALL, batch_of, other_inputs
 from tests.small_pipeline import DAYS, FIRST
 from tests.world import copy_of
+from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 from training.evaluation.feature_units import (
     FeatureUnit,
@@ -104,7 +105,9 @@ def group_trainer(lake: Lake, design: GroupDesign) -> GroupTrainer:
     return GroupTrainer(student, design, optional_units(lake.spec))
 
 
-def test_a_group_learns_the_labels_of_its_own_pairs_alone(lake: Lake) -> None:
+def test_a_group_learns_the_labels_of_its_own_pairs_alone(
+    lake: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = batch_of(ExampleReader.latest(lake, "behaviour", SMALL.max_length, ("feed",)), 60)
     objectives = list(lake.spec.objectives)
     changed = batch.labels.clone()
@@ -112,7 +115,9 @@ def test_a_group_learns_the_labels_of_its_own_pairs_alone(lake: Lake) -> None:
     weights = []
     for labels in (batch.labels, changed):
         trainer = group_trainer(lake, GroupDesign(frozenset((CLICK,)), CONFIG))
-        trainer._step(replace(batch, labels=labels))
+        own = replace(batch, labels=labels)
+        monkeypatch.setattr(ExampleReader, "batches", lambda *_, own=own: iter([own]))
+        trainer.train([FIRST], LabelWindow(0, 1))
         weights.append(trainer.student.student.state_dict())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     mask = pair_mask(frozenset((CLICK, OTHER)), lake.spec, feature_schema(lake.spec))
@@ -129,7 +134,7 @@ def test_predictions_with_other_inputs_of_models_are_not_used_again(lake: Lake) 
     design = GroupDesign(frozenset((CLICK,)), CONFIG)
     others = [lake.spec.model_copy(update=update) for update in other_inputs(lake.spec).values()]
     lakes = [lake, *(Lake(lake.root, spec) for spec in others)]
-    paths = {str(GroupTrials(of, SPLIT, {})._path(design, "test")) for of in lakes}
+    paths = {str(GroupTrials(of, SPLIT, {}).predictions_path(design, "test")) for of in lakes}
     assert len(paths) == len(lakes) == 4
 
 

@@ -218,7 +218,7 @@ def test_an_impression_is_evidence_once_however_many_passes_learn_it(
             embedding_lr=0,
         )
         window = LabelWindow(0, reader.lake.spec.day_end(reader.days()[-1]))
-        StudentTrainer(student, config, None).learn(reader.days()[:1], window)
+        StudentTrainer(student, config, None).train(reader.days()[:1], window)
         bias = student.student.position_bias
         assert isinstance(bias, SwapPositionBias)
         return bias.information

@@ -42,7 +42,7 @@ from ranking.scoring.offsets import RankerCalibration
 from ranking.scoring.segment_calibration import ALL_ROWS
 from ranking.student.config import DistillationConfig, SharedModule, StudentTrainConfig
 from ranking.student.trained import new_student
-from ranking.trainer.calibrate import predict_window, refresh, refresh_live_calibration
+from ranking.trainer.calibrate import predict_window, refresh_calibration, refresh_live_calibration
 from ranking.trainer.label_days import days_with_labels
 from ranking.trainer.refit import (
     blocked_refit,
@@ -141,11 +141,11 @@ def test_a_training_continued_from_its_state_is_the_same_training(trained: Lake)
 
     def continued(trainer: StudentTrainer) -> dict[str, torch.Tensor]:
         torch.manual_seed(1)
-        trainer.learn(days, second)
+        trainer.train(days, second)
         return trainer.state_dict()
 
     trainer, restored = new_trainer(), new_trainer()
-    trainer.learn(days, first)
+    trainer.train(days, first)
     restored.load_state_dict(trainer.state_dict())
     expected, found = continued(trainer), continued(restored)
     assert expected.keys() == found.keys()
@@ -252,7 +252,7 @@ def test_mlflow_has_the_decision_of_the_gate_and_no_removed_version(own_lake: La
     client = MlflowClient(f"sqlite:///{own_lake.root}/mlflow.db")
     (registered,) = client.search_model_versions("name = 'simulator-feed'")
     card = registered.description or ""
-    assert registered.source == str(gated) and "not judged yet" not in card
+    assert registered.source == str(gated) and "not evaluated yet" not in card
     assert decision.promoted and all(text in card for text in decision.reasons)
     assert registered.tags["gate"] == "; ".join(("promoted", *decision.reasons))
 
@@ -276,18 +276,20 @@ def test_offsets_are_refreshed_with_the_weights_before_the_labels_are_learned(
     snapshot = TrainingSnapshot(training, load_training_state(refits.third))
     trainer = continue_training(reader, snapshot, [FIRST, SECOND, THIRD, LAST], LAST)
     window = LabelWindow(spec.day_start(LAST), spec.day_end(LAST), only_unlearned=True)
-    unlearned = predict_window(trainer.averaged, [FIRST, SECOND, THIRD, LAST], window)
-    is_new = unlearned.segments["new_item"] == NEW
+    held_out_predictions = predict_window(trainer.averaged, [FIRST, SECOND, THIRD, LAST], window)
+    is_new = held_out_predictions.segments["new_item"] == NEW
     assert 0 < is_new.mean() < 0.5  # items of the last day are new to the weights before it
     calibration = RankerCalibration(manifest.calibration, before)
-    expected = refresh(calibration, unlearned, trainer.averaged, window).offsets
+    expected = refresh_calibration(
+        calibration, held_out_predictions, trainer.averaged, window
+    ).offsets
     refit = read_manifest(refits.last)
     found = offsets_of(refits.last, refit)
     assert found and expected and found.by_objective == expected.by_objective
     assert found.by_objective != before.by_objective and refit.calibration == manifest.calibration
     assert refit.training and refit.training.evaluation
     assert refit.training.evaluation.labels_from == window.start
-    judged = unlearned.calibrated(calibration).segment_calibrations()
+    judged = held_out_predictions.calibrated(calibration).segment_calibrations()
     assert refit.training.evaluation.segments == tuple(judged)
 
 

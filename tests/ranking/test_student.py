@@ -328,7 +328,7 @@ def test_training_stops_when_the_loss_is_not_finite(
     config = StudentTrainConfig(model=SMALL, distillation=DistillationConfig(kind="none"))
     trainer = StudentTrainer(student, config, None)
     with pytest.raises(UserError, match=r"of feed is not finite.* candidate_standardizer.variance"):
-        trainer.learn([LAST], LabelWindow(0, 1))
+        trainer.train([LAST], LabelWindow(0, 1))
     assert all(parameter.isfinite().all() for parameter in student.student.parameters())
 
 

@@ -177,7 +177,7 @@ def test_a_label_of_any_window_counts_as_the_newest(
     )
     trainer = StudentTrainer(student, config, None)
     monkeypatch.setattr(ExampleReader, "batches", lambda *_: iter([batch]))
-    trainer.learn([FIRST], LabelWindow(0, 1))
+    trainer.train([FIRST], LabelWindow(0, 1))
     newest = trainer.newest_labels.tolist()
     at = int(batch.as_of.max())
     assert newest == [at if name == "conversion" else 0 for name in SPEC.objectives]

@@ -114,7 +114,7 @@ class HistorySelector:
             history.latest(events.max_events, events.event_types) for events in self.event_filters
         ]
         all_matches = [match_batch(batch, name) for name in self.attributes]
-        attended = tuple(matches.keep_newest(self.max_matched_events) for matches in all_matches)
+        attended = tuple(matches.keep_latest(self.max_matched_events) for matches in all_matches)
         event_groups = tuple(positions for positions, _ in newest)
         pair = self.target_pairing
         return HistorySelection(

@@ -32,10 +32,10 @@ class AttributeMatches:
     candidate_group: Tensor
     attribute_values: Tensor
 
-    def keep_newest(self, max_events: int) -> "AttributeMatches":
+    def keep_latest(self, max_events: int) -> "AttributeMatches":
         """The same groups with only the most recent `max_events` events of each."""
-        newest = last_positions(self.kv_offsets, max_events)
-        return replace(self, events=self.events[newest.positions], kv_offsets=newest.offsets)
+        latest = last_positions(self.kv_offsets, max_events)
+        return replace(self, events=self.events[latest.positions], kv_offsets=latest.offsets)
 
 
 def match_by_attribute(

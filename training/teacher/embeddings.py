@@ -60,7 +60,7 @@ def _sort_key(user: Int64, second: Int64) -> Int64:
 def load_teacher_embeddings(lake: Lake, days: Sequence[date] | None = None) -> TeacherEmbeddings:
     """The table `user_teacher_embeddings`, of all days or of some; empty if the table is missing.
 
-    Only embeddings of the newest compressor are loaded, because others cannot be compared with
+    Only embeddings of the latest compressor are loaded, because others cannot be compared with
     them.
 
     Raises UserError if a row was predicted by a GEM that was trained on the row's day.
@@ -71,7 +71,7 @@ def load_teacher_embeddings(lake: Lake, days: Sequence[date] | None = None) -> T
     table = arrow.snapshot(lake, schema)
     rows = table.read(day=table.days() if days is None else days)
     assert_teacher_is_earlier(rows)
-    rows = of_newest_compressor(rows)
+    rows = of_latest_compressor(rows)
     rows = rows.sort_by([(name, "ascending") for name in schema.order_by]).combine_chunks()
     users = rows["user_id"].combine_chunks().unique()
     user = pc.index_in(rows["user_id"], users).to_numpy().astype(np.int64)
@@ -86,7 +86,7 @@ def load_teacher_embeddings(lake: Lake, days: Sequence[date] | None = None) -> T
     )
 
 
-def of_newest_compressor(rows: pa.Table) -> pa.Table:
+def of_latest_compressor(rows: pa.Table) -> pa.Table:
     """The rows of the compressor that made the embeddings of the latest day."""
     if not len(rows):
         return rows
