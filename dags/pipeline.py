@@ -100,47 +100,53 @@ def data_steps(
     """
     raw = ("--raw", paths.raw, *raw_flags)
     attribute_tables = (*ATTRIBUTE_TABLES, *SNAPSHOT_TABLES)
-    attributes = (
+
+    def spark_step(
+        name: str, command: tuple[str, ...], reads: tuple[str, ...], writes: tuple[str, ...]
+    ) -> Step:
+        return Step(name, "spark", (*command, *paths.cli_flags, *day_flags), reads, writes)
+
+    attributes = spark_step(
         "attributes",
         ("etl", "attributes", *raw),
-        ("raw",),
-        (*attribute_tables, "quarantine"),
+        reads=("raw",),
+        writes=(*attribute_tables, "quarantine"),
     )
-    ingest_reads = ("raw", *(attribute_tables if spec.ingest_uses_item_attributes else ()))
-    ingest = (
+    ingest = spark_step(
         "ingest",
         ("etl", "ingest", *raw),
-        ingest_reads,
-        ("events", "quarantine", "ingest_metrics"),
+        reads=("raw", *(attribute_tables if spec.ingest_uses_item_attributes else ())),
+        writes=("events", "quarantine", "ingest_metrics"),
     )
-    table: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
+    return [
         *((attributes, ingest) if spec.ingest_uses_item_attributes else (ingest, attributes)),
-        (
+        spark_step(
             "labels",
             ("etl", "labels", *label_flags),
-            ("events", *attribute_tables),
-            ("impressions",),
+            reads=("events", *attribute_tables),
+            writes=("impressions",),
         ),
-        (
+        spark_step(
             "items",
             ("features", "items"),
-            ("events", *attribute_tables),
-            (*ITEM_TABLES, "first_item_versions"),
+            reads=("events", *attribute_tables),
+            writes=(*ITEM_TABLES, "first_item_versions"),
         ),
-        ("history", ("features", "history"), ("events", "items"), ("history", "user_event_counts")),
-        (
+        spark_step(
+            "history",
+            ("features", "history"),
+            reads=("events", "items"),
+            writes=("history", "user_event_counts"),
+        ),
+        spark_step(
             "examples",
             ("features", "examples"),
-            (
+            reads=(
                 *("events", *ITEM_TABLES, "first_item_versions", "history", "user_event_counts"),
                 *attribute_tables,
             ),
-            ("examples",),
+            writes=("examples",),
         ),
-    ]
-    return [
-        Step(name, "spark", (*command, *paths.cli_flags, *day_flags), reads, writes)
-        for name, command, reads, writes in table
     ]
 
 
