@@ -20,7 +20,7 @@ from etl.errors import UserError
 from etl.event_time import format_utc
 from ranking.feature_store.command import check_consistency, materialize
 from ranking.portfolio.command import portfolio
-from ranking.serving.settings import LOOPBACK_HOSTS, HostPattern, Limits
+from ranking.serving.settings import LOOPBACK_HOSTS, HostPattern, ServiceLimits
 from ranking.student.config import DomainTrainConfig, StudentTrainConfig
 from training.commands import SplitArgs
 
@@ -112,7 +112,7 @@ class ServeArgs(LakeArgs):
     health_host: Annotated[str, tyro.conf.arg(help="address of /health")] = "127.0.0.1"
     health_port: Annotated[Port, tyro.conf.arg(help="port of /health; 0 for any free one")] = 8081
     workers: Annotated[int, Field(ge=1), tyro.conf.arg(help="worker processes")] = 1
-    limits: Annotated[Limits, tyro.conf.arg(help="limits of each worker")] = Limits()
+    limits: Annotated[ServiceLimits, tyro.conf.arg(help="limits of each worker")] = ServiceLimits()
     compiled: Annotated[
         bool, tyro.conf.arg(help="run compiled programs where a ranker has them; needs torch")
     ] = False

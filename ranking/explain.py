@@ -22,6 +22,7 @@ from etl.tables.lake import Lake
 from etl.tables.table_schema import TableSchema
 from etl.tables.uri import StoragePath, resolve_uri
 from features.history.codec import dequantize_dwell
+from ranking.scoring.calibration import sigmoid
 from training.data.histories import load_histories
 
 MAX_HISTORY_EVENTS = 20
@@ -246,7 +247,7 @@ class ImpressionPage:
             return []
         logits = {name: row[f"logit_{name}"] for name in self.spec.objectives}
         probabilities = [
-            f"{name}: {1 / (1 + np.exp(-logit)):.5f}"
+            f"{name}: {sigmoid(np.asarray(logit)):.5f}"
             for name, logit in logits.items()
             if logit is not None
         ]

@@ -1,6 +1,5 @@
 """The commands `gemline rank materialize` and `gemline rank check-consistency`."""
 
-from dataclasses import fields
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,14 +63,9 @@ def check_consistency(args: ConsistencyArgs) -> None:
     lake = args.open_lake()
     if not lake.count_rows("examples", (args.day, args.day)):
         raise UserError(f"{lake.root} has no examples of {args.day}: name a day that has requests")
-    lengths = required_lengths(lake)
-    manifests, _ = promoted_manifests(lake)
-    limits = InputLimits(
-        **{
-            field.name: max(getattr(manifest.input_limits, field.name) for manifest in manifests)
-            for field in fields(InputLimits)
-        }
-    )
+    manifests = promoted_manifests(lake)
+    lengths = required_lengths(manifests)
+    limits = InputLimits.maximum([manifest.input_limits for manifest in manifests])
     with TemporaryDirectory(prefix="gemline-") as folder:
         store = build_feature_store(
             lake, Path(folder, "store"), lake.spec.day_start(args.day), lengths

@@ -18,7 +18,7 @@ SPARE_EVENTS = 64
 
 
 @dataclass(frozen=True)
-class UserHistories:
+class HistoryRetention:
     """Retention of user histories: the last `max_events` events of the types in `event_codes`.
 
     An empty `event_codes` keeps events of all types.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from etl.spec.units import MICROS
 from etl.tables.declared_columns import item_counter_key_columns
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from features.encoding.scalar import spark_xxhash64
@@ -72,7 +73,7 @@ def update_first_version(
     (see features/items.py).
     """
     record = read_item_records(layout, txn, [item_id]).copy()
-    second, known = valid_from // 1_000_000, int(record["known_since"][0])
+    second, known = valid_from // MICROS["s"], int(record["known_since"][0])
     if known != UNKNOWN and known <= second:
         return
     record["known_since"] = second

@@ -76,7 +76,7 @@ from ranking.feature_store.wal import event_id_key, feature_store_pointer
 from ranking.inputs.attribute_versions import readable_versions
 from ranking.registry.manifest import RankerManifest, read_package
 from ranking.registry.ranker import live_pointer
-from training.teacher.embeddings import of_newest_compressor
+from training.teacher.embeddings import of_latest_compressor
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class TableSource:
         schema = model_schemas.user_teacher_embeddings(self.lake.spec)
         if not self.teacher_history_length or not self.lake.exists(schema.name):
             return
-        stored = of_newest_compressor(
+        stored = of_latest_compressor(
             rows_until(arrow.snapshot(self.lake, schema), self.data_until_day)
         )
         stored = stored.sort_by([(name, "ascending") for name in schema.order_by])
@@ -290,7 +290,7 @@ def materialize(lake: Lake, data_until: int) -> str:
     Raises:
         UserError: No promoted ranker can be read, or the rankers read different sequences.
     """
-    lengths = required_lengths(lake)
+    lengths = required_lengths(promoted_manifests(lake))
     pointer = feature_store_pointer(lake.root)
     name = next_store_name(pointer, lake.spec.last_day_before(data_until))
     folder = local_cache_path(pointer.folder) / name
@@ -313,14 +313,8 @@ def next_store_name(pointer: VersionPointer, day: date) -> str:
     return f"{day:%Y%m%d}-{1 + max((int(match[1]) for match in found if match), default=0)}"
 
 
-def required_lengths(lake: Lake) -> HistoryLengths:
-    """What the promoted rankers of a lake read together; raises UserError as `materialize`."""
-    manifests, errors = promoted_manifests(lake)
-    for error in errors:
-        log.warning("ranker skipped: %s", error)
-    if not manifests:
-        no_ranker = f"no ranker of {lake.root} is promoted; run `gemline rank promote` first"
-        raise UserError("; ".join(errors) or no_ranker)
+def required_lengths(manifests: Sequence[RankerManifest]) -> HistoryLengths:
+    """What rankers read together; raises UserError if they read different sequences."""
     sequences = sorted({manifest.sequence for manifest in manifests})
     if len(sequences) > 1:
         raise UserError(
@@ -333,8 +327,11 @@ def required_lengths(lake: Lake) -> HistoryLengths:
     )
 
 
-def promoted_manifests(lake: Lake) -> tuple[list[RankerManifest], list[str]]:
-    """The manifests of the promoted rankers, and why others cannot be read."""
+def promoted_manifests(lake: Lake) -> list[RankerManifest]:
+    """The manifests of the promoted rankers; those that cannot be read are skipped with a warning.
+
+    Raises UserError if there is none.
+    """
     manifests, errors = [], []
     for surface in lake.spec.ad_surfaces:
         try:
@@ -343,4 +340,8 @@ def promoted_manifests(lake: Lake) -> tuple[list[RankerManifest], list[str]]:
                 manifests.append(read_package(folder).manifest)
         except UserError as error:
             errors.append(str(error))
-    return manifests, errors
+            log.warning("ranker skipped: %s", error)
+    if not manifests:
+        no_ranker = f"no ranker of {lake.root} is promoted; run `gemline rank promote` first"
+        raise UserError("; ".join(errors) or no_ranker)
+    return manifests

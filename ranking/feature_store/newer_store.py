@@ -13,7 +13,7 @@ from etl.errors import UserError
 from etl.event_time import format_utc
 from etl.tables.lake import Lake
 from etl.tables.uri import local_cache_path
-from ranking.feature_store.materialize import HistoryLengths, required_lengths
+from ranking.feature_store.materialize import HistoryLengths, promoted_manifests, required_lengths
 from ranking.feature_store.store import StoreMetadata, open_store
 from ranking.feature_store.wal import feature_store_pointer
 
@@ -59,7 +59,7 @@ def newer_live_store(lake: Lake, data_until: int) -> NewerStore | None:
     latest_day = Lake(lake.root, lake.spec).latest_day("events")  # pins may be of an earlier day
     if latest_day is None or latest_day < last_day:
         return None
-    if not _holds(metadata, required_lengths(lake)):
+    if not _holds(metadata, required_lengths(promoted_manifests(lake))):
         return None
     return NewerStore(folder, metadata.data_until)
 

@@ -12,7 +12,7 @@ from etl.spec.units import DAY, MICROS
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from ranking.feature_store.counter_rows import COUNTER_LEVELS
 from ranking.feature_store.counters import Counters
-from ranking.feature_store.histories import UserHistories
+from ranking.feature_store.histories import HistoryRetention
 from ranking.feature_store.storage import (
     Database,
     RecordLayout,
@@ -56,7 +56,7 @@ class FeatureStore(Database):
     metadata: StoreMetadata
     layout: RecordLayout
     counters: Counters
-    histories: UserHistories
+    histories: HistoryRetention
 
     @property
     def spec(self) -> DataSpec:
@@ -124,7 +124,7 @@ def open_store(folder: Path, spec: DataSpec) -> FeatureStore:
         metadata=metadata,
         layout=RecordLayout.from_spec(built_with),
         counters=Counters.from_spec(built_with),
-        histories=UserHistories(event_codes, metadata.history_length),
+        histories=HistoryRetention(event_codes, metadata.history_length),
     )
 
 

@@ -34,7 +34,7 @@ from ranking.serving.admission import BodyBuffer, WorkQueue
 from ranking.serving.errors import error_response
 from ranking.serving.middleware import protected_app
 from ranking.serving.schemas import ErrorResponse, HealthResponse
-from ranking.serving.settings import Limits
+from ranking.serving.settings import ServiceLimits
 
 log = logging.getLogger("uvicorn.error")
 REFRESH_SECONDS = 10.0
@@ -123,7 +123,9 @@ class ForecastService:
         return self.forecaster
 
 
-def create_app(service: ForecastService, limits: Limits, allowed_hosts: list[str]) -> FastAPI:
+def create_app(
+    service: ForecastService, limits: ServiceLimits, allowed_hosts: list[str]
+) -> FastAPI:
     """The application, with tokens from the environment."""
     queue = WorkQueue(limits)
     app = protected_app(
@@ -138,7 +140,7 @@ def _handle_user_error(_: Request, error: Exception) -> Response:
     return error_response(422, str(error))
 
 
-def _lifespan(service: ForecastService, limits: Limits) -> Callable[[FastAPI], Any]:
+def _lifespan(service: ForecastService, limits: ServiceLimits) -> Callable[[FastAPI], Any]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
         task = asyncio.create_task(_refresh_periodically(service))

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from etl.cli.runner import LakeArgs, holds_leases, parse_days_argument
 from etl.errors import UserError
-from ranking.serving.settings import LOOPBACK_HOSTS, HostPattern, Limits
+from ranking.serving.settings import LOOPBACK_HOSTS, HostPattern, ServiceLimits
 
 if TYPE_CHECKING:
     from ranking.forecast.schemas import Forecast, Interval
@@ -150,7 +150,7 @@ class ServeArgs(LakeArgs):
     workers: Annotated[
         int, Field(ge=1), tyro.conf.arg(help="processes that hold a part of the sample each")
     ] = 2
-    limits: Annotated[Limits, tyro.conf.arg(help="limits of the service")] = Limits()
+    limits: Annotated[ServiceLimits, tyro.conf.arg(help="limits of the service")] = ServiceLimits()
 
 
 def serve(args: ServeArgs) -> None:

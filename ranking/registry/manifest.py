@@ -109,12 +109,7 @@ class RankerManifest(StrictModel):
     @property
     def input_limits(self) -> InputLimits:
         """How much of a request the ranker reads."""
-        return InputLimits(
-            self.max_length,
-            self.encoded_events,
-            self.teacher_history_length,
-            self.user_hash_buckets,
-        )
+        return InputLimits.of(self)
 
     @property
     def labels_until(self) -> int:

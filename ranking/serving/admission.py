@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ranking.serving.auth import access_error
 from ranking.serving.errors import RETRY_AFTER, error_response
-from ranking.serving.settings import Limits
+from ranking.serving.settings import ServiceLimits
 
 T = TypeVar("T")
 FIXED_REQUEST_COST = 100  # the cost of a request without candidates, in candidates
@@ -29,7 +29,7 @@ REQUEST_SECONDS = Histogram(
 class WorkQueue:
     """Runs work one piece after the other, and refuses work beyond the limits."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ServiceLimits) -> None:
         self.limits = limits
         self.queued_cost = self.queue_length = 0
         self._lock = asyncio.Lock()
@@ -88,7 +88,7 @@ class WorkQueue:
 class BodyBuffer:
     """Counts the bytes of the request bodies in memory, until their responses are sent."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ServiceLimits) -> None:
         self.limits, self.total_bytes = limits, 0
 
 

@@ -34,7 +34,7 @@ from uvicorn.server import ServerState
 
 from etl.errors import UserError
 from ranking.serving.schemas import WorkerStatus
-from ranking.serving.settings import SETTINGS_VARIABLE, Limits, Settings
+from ranking.serving.settings import SETTINGS_VARIABLE, ServiceLimits, Settings
 
 if TYPE_CHECKING:  # the parent process does not load ranking dependencies
     from ranking.serving.worker import Worker
@@ -44,7 +44,7 @@ MAX_HEADER_BYTES = 64 << 10
 CLOSE_DELAY_SECONDS = 1.0  # lets clients read the error response
 STATUS_INTERVAL_SECONDS = 1.0
 UNRESPONSIVE_SECONDS = 15.0  # age of the status of an unresponsive worker
-HEALTH_LIMITS = Limits(max_connections=32, receive_timeout_seconds=5.0)
+HEALTH_LIMITS = ServiceLimits(max_connections=32, receive_timeout_seconds=5.0)
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -59,7 +59,7 @@ class LimitedProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config, server_state, app_state, _loop)
-        self.limits: Limits = app_state["limits"]
+        self.limits: ServiceLimits = app_state["limits"]
         self.timer: asyncio.TimerHandle | None = None
         self.header_bytes: int | None = 0
         self.is_rejected = False

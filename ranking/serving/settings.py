@@ -24,8 +24,8 @@ PositiveSeconds = Annotated[float, Field(gt=0)]
 arg = tyro.conf.arg
 
 
-class Limits(StrictModel):
-    """Limits on the concurrent load of a worker, and timeouts for clients."""
+class ServiceLimits(StrictModel):
+    """ServiceLimits on the concurrent load of a worker, and timeouts for clients."""
 
     max_connections: Annotated[
         PositiveInt, arg(help="open connections; further ones get a 503")
@@ -61,7 +61,7 @@ class Settings(StrictModel):
 
     spec: Path
     lake: str
-    limits: Limits = Limits()
+    limits: ServiceLimits = ServiceLimits()
     allowed_hosts: tuple[str, ...] = LOOPBACK_HOSTS
     workers: int = 1
     use_compiled: bool = False

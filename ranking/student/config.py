@@ -1,6 +1,7 @@
 """Configuration of students: sizes, distillation from GEM, and training."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 import tyro
@@ -25,6 +26,17 @@ class InputLimits:
     encoded_events: int
     teacher_history_length: int
     user_hash_buckets: int
+
+    @classmethod
+    def of(cls, sizes: object) -> "InputLimits":
+        """The limits among the sizes of a student or the fields of a manifest."""
+        return cls(**{field.name: getattr(sizes, field.name) for field in fields(cls)})
+
+    @classmethod
+    def maximum(cls, limits: Sequence["InputLimits"]) -> "InputLimits":
+        """The largest of each of several limits."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: max(getattr(each, name) for each in limits) for name in names})
 
 
 SharedModule = Literal["tables", "events", "recency"]
@@ -71,12 +83,7 @@ class StudentConfig(StrictModel):
     @property
     def input_limits(self) -> InputLimits:
         """The amount of data of a request that the student reads."""
-        return InputLimits(
-            self.max_length,
-            self.encoded_events,
-            self.teacher_history_length,
-            self.user_hash_buckets,
-        )
+        return InputLimits.of(self)
 
     def without_teacher(self) -> "StudentConfig":
         """The same sizes, without teacher embeddings."""

@@ -21,7 +21,7 @@ from ranking.registry.ranker import live_pointer, rankers_folder
 from ranking.scoring.calibration import PlattScaling
 from ranking.scoring.offsets import RankerCalibration
 from ranking.serving.app import create_app
-from ranking.serving.settings import SETTINGS_VARIABLE, Limits, Settings
+from ranking.serving.settings import SETTINGS_VARIABLE, ServiceLimits, Settings
 from ranking.serving.worker import Worker
 from ranking.student.config import StudentConfig
 from ranking.student.trained import TrainedStudent, new_student
@@ -132,7 +132,7 @@ def settings(served_lake: Path, spec_path: Path, tmp_path: Path) -> Settings:
     shutil.copytree(served_lake, root)
     live_pointer(str(root), "feed").promote("one")
     feature_store_pointer(str(root)).promote(str(EVE))
-    return Settings(spec=spec_path, lake=str(root), limits=Limits(max_body_bytes=MOST_BYTES))
+    return Settings(spec=spec_path, lake=str(root), limits=ServiceLimits(max_body_bytes=MOST_BYTES))
 
 
 @pytest.fixture

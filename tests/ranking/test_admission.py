@@ -24,7 +24,7 @@ from starlette.routing import Route
 from ranking.serving.admission import WorkQueue
 from ranking.serving.app import create_app
 from ranking.serving.server import health_server, health_status
-from ranking.serving.settings import SETTINGS_VARIABLE, Limits, Settings
+from ranking.serving.settings import SETTINGS_VARIABLE, ServiceLimits, Settings
 from tests.conftest import ROOT
 from tests.ranking.served import (
     Client,
@@ -38,7 +38,7 @@ from tests.ranking.served import (
 )
 
 MEGABYTE = 1_000_000
-LIMITS = Limits(
+LIMITS = ServiceLimits(
     max_body_bytes=MEGABYTE,
     max_buffered_bytes=4 * MEGABYTE,
     receive_timeout_seconds=1.0,
@@ -142,7 +142,7 @@ def test_a_client_that_does_not_read_its_response_is_closed() -> None:
     """Before the keep-alive timeout (5 s), which would wait for unsent data."""
 
     @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Limits]]:
+    async def lifespan(_: Starlette) -> AsyncIterator[dict[str, ServiceLimits]]:
         yield {"limits": LIMITS}
 
     async def respond(_: Request) -> Response:
@@ -224,7 +224,7 @@ def test_with_a_full_queue_no_body_is_read(service: Service) -> None:
 
 def test_work_that_waits_too_long_is_refused_and_the_next_runs() -> None:
     async def run_all() -> list[object]:
-        queue = WorkQueue(Limits(queue_timeout_seconds=0.2))
+        queue = WorkQueue(ServiceLimits(queue_timeout_seconds=0.2))
 
         def slow() -> str:
             time.sleep(0.4)

@@ -42,7 +42,7 @@ from ranking.forecast.tables import (
 from ranking.forecast.worker import WorkerSettings
 from ranking.report.forecasts import forecast_section
 from ranking.serving.auth import TOKENS_VARIABLE
-from ranking.serving.settings import LOOPBACK_HOSTS, Limits
+from ranking.serving.settings import LOOPBACK_HOSTS, ServiceLimits
 from tests.ranking.forecasts import SPEC, World
 from tests.ranking.served import free_port
 
@@ -98,7 +98,7 @@ def service_of(settings: WorkerSettings) -> ForecastService:
 
 @pytest.fixture
 def client(settings: WorkerSettings) -> Iterator[TestClient]:
-    app = create_app(service_of(settings), Limits(), [*LOOPBACK_HOSTS])
+    app = create_app(service_of(settings), ServiceLimits(), [*LOOPBACK_HOSTS])
     with TestClient(app, "http://localhost") as client:
         wait_until_ready(client)
         yield client
@@ -216,7 +216,7 @@ def test_tokens_need_the_scope_of_forecasts(
     secrets = {scope: f"{scope}-" + "x" * 32 for scope in ("forecast", "rank")}
     tokens = [{"name": s, "token": secret, "scopes": [s]} for s, secret in secrets.items()]
     monkeypatch.setenv(TOKENS_VARIABLE, json.dumps(tokens))
-    app = create_app(service_of(settings), Limits(), [*LOOPBACK_HOSTS])
+    app = create_app(service_of(settings), ServiceLimits(), [*LOOPBACK_HOSTS])
     with TestClient(app, "http://localhost") as client:
         wait_until_ready(client)
         for secret, status in ((None, 401), (secrets["rank"], 403), (secrets["forecast"], 200)):
