@@ -25,7 +25,7 @@ from ranking.feature_store.request import RankRequest
 from ranking.feature_store.store import FeatureStore
 from ranking.inputs.arrays import ItemFeatures, TeacherHistoryFeatures
 from ranking.inputs.from_tables import InputBuilder
-from ranking.inputs.recency_features import RecencyFeatures
+from ranking.inputs.recency_features import RecencyArrays
 from ranking.student.config import InputLimits
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import ALL_LABELS
@@ -160,7 +160,7 @@ def _array_pairs(
         for number, (left, right) in enumerate(zip(online, offline, strict=True)):
             yield from _array_pairs(f"{name}.{number}", left, right)
     else:
-        assert isinstance(online, ItemFeatures | TeacherHistoryFeatures | RecencyFeatures), name
+        assert isinstance(online, ItemFeatures | TeacherHistoryFeatures | RecencyArrays), name
         for field in fields(online):
             values = getattr(online, field.name), getattr(offline, field.name)
             yield from _array_pairs(f"{name}.{field.name}", *values)

@@ -36,7 +36,7 @@ from ranking.inputs.arrays import (
     RequestFeatures,
     TeacherHistoryFeatures,
 )
-from ranking.inputs.recency_features import RecencyFeatures, recency_features
+from ranking.inputs.recency_features import RecencyArrays, recency_features
 from ranking.scoring.candidates import CandidateBids
 from ranking.student.config import InputLimits
 
@@ -164,7 +164,7 @@ class RequestSnapshot:
 
     def _recency_features(
         self, candidate_ids: CategoricalIds, events: np.ndarray
-    ) -> tuple[RecencyFeatures, ...]:
+    ) -> tuple[RecencyArrays, ...]:
         """Recency features of the candidates, for each attribute by which items are compared."""
         features = self.store.layout.features
         event_versions = self._item_versions(events["item"])
@@ -181,7 +181,7 @@ class RequestSnapshot:
                 num_types=1 + len(features.events),
             )
             result.append(
-                RecencyFeatures(recency.last_age[None], recency.span[None], recency.gap_count[None])
+                RecencyArrays(recency.last_age[None], recency.span[None], recency.gap_count[None])
             )
         return tuple(result)
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from etl.array_types import Bools, Float32, Int64
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from features.schema import ITEM_TABLE
-from ranking.inputs.recency_features import RecencyFeatures
+from ranking.inputs.recency_features import RecencyArrays
 
 CategoricalIds = dict[str, Int64]
 
@@ -86,7 +86,7 @@ class CandidateFeatures:
     context_vectors: Float32
     numeric: Float32
     surfaces: Int64
-    recency: tuple[RecencyFeatures, ...]
+    recency: tuple[RecencyArrays, ...]
     mask: Bools
 
 

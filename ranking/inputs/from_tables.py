@@ -21,7 +21,7 @@ from ranking.inputs.arrays import (
     pad_last,
     pad_slices,
 )
-from ranking.inputs.recency_features import RecencyFeatures, recency_features
+from ranking.inputs.recency_features import RecencyArrays, recency_features
 from ranking.student.config import InputLimits
 from training.data.batch import Batch
 from training.data.reader import ExampleReader
@@ -97,7 +97,7 @@ class InputBuilder:
             mask=index.mask,
         )
 
-    def _recency_features(self, batch: Batch, column: str, index: PaddedIndex) -> RecencyFeatures:
+    def _recency_features(self, batch: Batch, column: str, index: PaddedIndex) -> RecencyArrays:
         history = batch.history
         recency = recency_features(
             batch.row_categorical[column].numpy(),
@@ -108,7 +108,7 @@ class InputBuilder:
             history.age_seconds.numpy(),
             1 + len(self.reader.features.events),
         )
-        return RecencyFeatures(
+        return RecencyArrays(
             index(recency.last_age, NO_EVENT_AGE), index(recency.span), index(recency.gap_count)
         )
 

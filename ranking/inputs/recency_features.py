@@ -6,12 +6,11 @@ B candidates of R requests, N events, T event types; column 0 of T + 1 is the un
 import numpy as np
 
 from etl.array_types import Int64
-from features import recency
-from features.recency import NO_EVENT_AGE
+from features.recency import NO_EVENT_AGE, RecencyFeatures
 
 
-class RecencyFeatures(recency.RecencyFeatures[Int64]):
-    """Recency by event type (…, T + 1), as numpy arrays."""
+class RecencyArrays(RecencyFeatures[Int64]):
+    """Recency by event type (…, T + 1)."""
 
 
 def recency_features(
@@ -22,7 +21,7 @@ def recency_features(
     types: Int64,
     age_seconds: Int64,
     num_types: int,
-) -> RecencyFeatures:
+) -> RecencyArrays:
     """Recency of the events that share an attribute value with each candidate (B, num_types).
 
     Args:
@@ -55,4 +54,4 @@ def recency_features(
     def by_candidate(values: Int64) -> Int64:
         return values.reshape(len(keys), num_types)[group]
 
-    return RecencyFeatures(by_candidate(last), by_candidate(span), by_candidate(gap_count))
+    return RecencyArrays(by_candidate(last), by_candidate(span), by_candidate(gap_count))

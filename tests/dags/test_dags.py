@@ -233,10 +233,15 @@ def test_every_task_has_an_owner_a_timeout_and_a_retry_policy(described: Any) ->
 
 
 def test_tasks_that_read_tables_read_pinned_versions(described: Any) -> None:
-    for name in ("gem", "rankers"):
-        for task in described["dags"][name]["tasks"]:
-            if task["command"] and not task["id"].startswith(("publish", "unpin")):
-                assert "--pins" in task["command"], task["id"]
+    commands = [
+        task["command"]
+        for name in ("gem", "rankers")
+        for task in described["dags"][name]["tasks"]
+        if task["command"] and not task["id"].startswith(("publish", "unpin"))
+    ]
+    assert len(commands) == 14
+    for command in commands:
+        assert "--pins" in command, command
 
 
 def test_every_command_line_parses_once_its_templates_are_filled_in(

@@ -50,7 +50,7 @@ from ranking.feature_store.store import (
     create_store,
     open_store,
 )
-from ranking.inputs.recency_features import RecencyFeatures
+from ranking.inputs.recency_features import RecencyArrays
 from ranking.scoring.bids import load_bids
 from ranking.student.config import InputLimits
 from tests.conftest import FIRST, LAST
@@ -337,7 +337,7 @@ def test_mismatched_arrays_are_named(store: FeatureStore) -> None:
         other = replace(live.requests, **{name: getattr(live.requests, name) + 1})
         assert names(other, live.requests) == [name]
     recency = tuple(
-        RecencyFeatures(features.last_age + 1, features.span, features.gap_count)
+        RecencyArrays(features.last_age + 1, features.span, features.gap_count)
         for features in live.candidates.recency
     )
     other_candidates = replace(live.candidates, recency=recency)
