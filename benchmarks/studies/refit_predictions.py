@@ -39,7 +39,8 @@ from ranking.scoring.scorer import SCORE_ROWS
 from ranking.student.config import StudentTrainConfig
 from ranking.student.trained import TrainedStudent
 from ranking.trainer.calibrate import fit_calibration
-from ranking.trainer.refit import continue_training, day_windows, days_with_labels
+from ranking.trainer.label_days import days_with_labels
+from ranking.trainer.refit import continue_training, day_windows
 from ranking.trainer.train import train_on_surfaces
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
@@ -180,7 +181,7 @@ class RefitPredictions:
         final, served = [], []
         all_labels = LabelWindow(0, spec.day_end(self.last))
         for window, day in day_windows(self.lake, snapshot.record.labels_until, all_labels.end):
-            days = days_with_labels(reader, self.first, day)
+            days = [d for d in days_with_labels(reader, window) if d >= self.first]
             trainer = continue_training(reader, snapshot, days, day)
             if day in self.days:
                 student = trainer.averaged
