@@ -131,6 +131,7 @@ def with_refunds(spec: dict[str, Any]) -> None:
 def test_retracted_outcomes_are_taken_off_conversions_and_value(spark: SparkSession) -> None:
     """Of b1's three outcomes one is retracted completely, and one in part."""
     spec = changed_spec(with_refunds)
+    rows: list[tuple[str, str, int | None, float | None]]
     rows = [("i1", "b1", 1, 10.0), ("i2", "b1", 1, 30.0), ("i3", "b1", 1, 5.0)]
     rows += [("i4", "b2", 1, 7.0), ("i5", "b1", None, None)]
     columns = "impression_id string, item_advertiser_id string, label_conversion int"

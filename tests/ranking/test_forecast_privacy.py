@@ -65,7 +65,9 @@ def test_values_of_few_users_are_refused_and_listed_as_those_of_nobody(
     complete_world: World,
 ) -> None:
     users = {
-        value: int((complete_world.world.user_counts({"country": frozenset({value})}) > 0).sum())
+        str(value): int(
+            (complete_world.world.user_counts({"country": frozenset({value})}) > 0).sum()
+        )
         for value in complete_world.tables.domain["country"] or ()
     }
     rare = [value for value, count in users.items() if count < 20]

@@ -208,7 +208,7 @@ def test_only_log_values_may_be_unknown_in_test_vectors(folder: Path) -> None:
         with np.load(io.BytesIO(package.file_contents[TEST_VECTORS_FILE])) as stored:
             vectors = dict(stored) | outputs
         content = io.BytesIO()
-        np.savez(content, **vectors)  # type: ignore[arg-type]
+        np.savez(content, **vectors)
         contents = {**package.file_contents, TEST_VECTORS_FILE: content.getvalue()}
         expected = package._replace(file_contents=contents)
         verify_test_vectors(replace(ranker, rank_program=FixedProgram(outputs)), expected, folder)
@@ -228,7 +228,7 @@ class FixedProgram:
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
 
-    def __call__(self, _: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def __call__(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return self.values
 
 
