@@ -11,39 +11,42 @@ processes may share a study: each runs with `--share k/n`, then one of them with
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from pydantic import Field
 
 from benchmarks.harness import RESULTS, BenchmarkResult
-from benchmarks.studies.committed import StudyFolder, share_of, show_committed
-from benchmarks.studies.model_changes import CHANGES, DATA_SETS, DataSet
+from benchmarks.studies.ablation_rows import (
+    DEEP,
+    DEFAULT,
+    OBJECTIVE,
+    AblationTrials,
+    Differences,
+    all_rows,
+    ne_differences,
+    predictions_of,
+)
+from benchmarks.studies.committed import (
+    StudyFolder,
+    share_of,
+    show_committed,
+    trained_at_of,
+)
+from benchmarks.studies.model_changes import DATA_SETS, DataSet
 from benchmarks.studies.quality import KUAIRAND_DATA, KuaiRandFolder
 from dags.commands import Scale
 from etl.errors import UserError
 from etl.spec.base import StrictModel
-from training.config import TrainConfig
-from training.model.config import SizeName
 
 if TYPE_CHECKING:
     from benchmarks.studies.seeded_estimates import SeededEstimate
     from ranking.report.study import StudyResult
-    from training.evaluation.predictions import Predictions
 
-OBJECTIVE = "click"
-DEPTH = 3
-DEEP = f"{DEPTH} layers"
-DEEP_SIZES: dict[SizeName, int] = {"layers": DEPTH, "event_layers": DEPTH}
-DEFAULT = "default"
-SEPARATE = "a model for each surface"
-LIGHTGBM = "LightGBM"
-CONTROLS = (SEPARATE, LIGHTGBM)
 GOALS = {"default_is_best": "true"}
 RESULT = RESULTS / "ablation.json"
 MAX_DEGREES_OF_FREEDOM = 1e9  # infinity is no number of JSON
 FROM_DEFAULT = "less the default: "  # before the keys of paired estimates
-Differences = dict[DataSet, dict[str, "SeededEstimate"]]
 
 
 class AblationArgs(StrictModel):
@@ -67,22 +70,6 @@ class AblationArgs(StrictModel):
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
 
-class AblationTrials(Protocol):
-    """Trainings on a data set, kept once they are finished."""
-
-    def gem(self, config: TrainConfig) -> "Predictions":
-        """Predictions of a GEM on the test days, sorted by impression."""
-
-    def lightgbm(self) -> "Predictions":
-        """Predictions of LightGBM on the same rows."""
-
-    def gem_per_surface(self, config: TrainConfig) -> "Predictions | None":
-        """Predictions of a GEM for each surface; None where surfaces have too few rows."""
-
-    def trained_at(self) -> set[str]:
-        """Dates and commits of the trainings whose predictions were read, where recorded."""
-
-
 def bench_ablation(args: AblationArgs) -> None:
     """Difference of NE by each part of GEM, on simulated logs and KuaiRand (long; resumable)."""
     if args.work is None:
@@ -104,7 +91,9 @@ def bench_ablation(args: AblationArgs) -> None:
     if args.validation:
         data_sets: tuple[DataSet, ...] = ("kuairand",)
         days = VALIDATION_DAYS
-        committed = committed_study(validation.RESULT, validation.validation_title(args))
+        committed = committed_study(
+            validation.RESULT, validation.validation_title(args.scale, args.seeds)
+        )
     else:
         data_sets, days = args.data, TEST_DAYS_OF_KUAIRAND
         committed = committed_study(RESULT, title_of(args.scale, args.seeds))
@@ -117,14 +106,18 @@ def bench_ablation(args: AblationArgs) -> None:
     if args.share != "1/1":
         return
     if args.validation:
-        validation.compare_on_validation_days(args, trials["kuairand"], names, committed)
+        of_kuairand = trials["kuairand"]
+        result = validation.compare_on_validation_days(
+            of_kuairand, args.scale, args.seeds, names, committed
+        )
+        result.show(args.as_json)
     else:
         compare_on_test_days(args, trials, names, committed)
 
 
 def compare_on_test_days(
     args: AblationArgs,
-    trials: "Mapping[DataSet, AblationTrials]",
+    trials: Mapping[DataSet, AblationTrials],
     names: Sequence[str],
     committed: "StudyResult | None",
 ) -> None:
@@ -170,13 +163,6 @@ def committed_study(path: Path, title: str) -> "StudyResult | None":
     return study
 
 
-def trained_at_of(study: "StudyResult | None") -> set[str]:
-    """The dates and commits of the trainings of a committed study."""
-    return (
-        set(study.figures.get("trained_at", [f"{study.date} {study.commit}"])) if study else set()
-    )
-
-
 def committed_differences(study: "StudyResult | None", prefix: str = "") -> Differences:
     """The rows of a committed study whose estimates have a prefix."""
     from benchmarks.studies.seeded_estimates import SeededEstimate
@@ -215,66 +201,3 @@ def keyed_by_row(differences: Differences, prefix: str = "") -> "dict[str, Seede
         for data, by_name in differences.items()
         for name, estimate in by_name.items()
     }
-
-
-def all_rows() -> tuple[str, ...]:
-    """The names of all rows, in the order of the table."""
-    return (DEEP, *CHANGES, *CONTROLS)
-
-
-def has_row(data: DataSet, name: str) -> bool:
-    """Whether a data set has a row; KuaiRand's surfaces have too few rows for a model each."""
-    if name in CHANGES:
-        return data in CHANGES[name]
-    return name != SEPARATE or data == "simulated"
-
-
-def config_of(data: DataSet, name: str, scale: Scale, seed: int) -> TrainConfig | None:
-    """The configuration of a row; None where the data set does not have it."""
-    config = TrainConfig(scale=scale, seed=seed, sizes={} if name == DEFAULT else DEEP_SIZES)
-    if name not in CHANGES:
-        return config
-    options = CHANGES[name].get(data)
-    return None if options is None else TrainConfig.model_validate(config.model_dump() | options)
-
-
-def predictions_of(
-    trials: AblationTrials, data: DataSet, name: str, scale: Scale, seed: int
-) -> "Predictions | None":
-    """Predictions of a row with a seed; None where the data set does not have it."""
-    config = config_of(data, name, scale, seed)
-    if name == LIGHTGBM:
-        return trials.lightgbm() if seed == 0 else None
-    if config is None:
-        return None
-    return trials.gem_per_surface(config) if name == SEPARATE else trials.gem(config)
-
-
-def ne_differences(
-    trials: AblationTrials,
-    data: DataSet,
-    scale: Scale,
-    seeds: int,
-    names: Sequence[str],
-    objectives: Sequence[str],
-    reference: str = DEEP,
-) -> dict[str, dict[str, "SeededEstimate"]]:
-    """For each objective the rows of a data set with their difference of NE from a reference.
-
-    That of the row DEEP is from the default.
-    """
-    from benchmarks.studies.seeded_estimates import ne_difference_over_seeds
-
-    def all_seeds(name: str) -> "list[Predictions]":
-        by_seed = [predictions_of(trials, data, name, scale, seed) for seed in range(seeds)]
-        return [predictions for predictions in by_seed if predictions is not None]
-
-    references = {name: all_seeds(name) for name in (DEFAULT, reference)}
-    differences: dict[str, dict[str, SeededEstimate]] = {objective: {} for objective in objectives}
-    for name in names:
-        changed = all_seeds(name)
-        control = references[DEFAULT if name == DEEP else reference]
-        for objective in objectives if changed else ():
-            difference = ne_difference_over_seeds(changed, control, objective)
-            differences[objective][name] = difference
-    return differences

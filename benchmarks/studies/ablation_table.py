@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from benchmarks.harness import BenchmarkResult
-from benchmarks.studies import ablation
-from benchmarks.studies.ablation import DEEP, Differences, has_row
+from benchmarks.studies import ablation_rows
+from benchmarks.studies.ablation_rows import DEEP, Differences, has_row
 from benchmarks.studies.model_changes import DataSet
 from benchmarks.studies.seeded_estimates import LEVEL, SeededEstimate, holm
 
@@ -15,7 +15,7 @@ def ablation_table(differences: Differences, paired: Differences, title: str) ->
     Rows are compared with the reference of DEPTH layers; `default_is_best` and the rows that are
     `better` are judged by their differences from the default, `paired` where these are measured.
     """
-    all_rows = ablation.all_rows()
+    all_rows = ablation_rows.all_rows()
     expected = [(data, name) for data in differences for name in all_rows if has_row(data, name)]
     verdicts = verdicts_of(differences, len(expected))
     from_default = {

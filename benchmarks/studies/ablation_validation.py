@@ -4,15 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from benchmarks.harness import KUAIRAND_SPEC, RESULTS, BenchmarkResult, commits_of
-from benchmarks.studies.ablation import (
-    DEEP,
-    AblationArgs,
-    AblationTrials,
-    all_rows,
-    ne_differences,
-    trained_at_of,
-)
+from benchmarks.studies.ablation_rows import DEEP, AblationTrials, all_rows, ne_differences
 from benchmarks.studies.ablation_trials import VALIDATION_DAYS
+from benchmarks.studies.committed import trained_at_of
+from dags.commands import Scale
 from etl.spec import load_spec
 from ranking.report.study import StudyResult
 
@@ -23,30 +18,29 @@ RESULT = RESULTS / "ablation_validation.json"
 OBJECTIVES = tuple(load_spec(KUAIRAND_SPEC).objectives)
 
 
-def validation_title(args: AblationArgs) -> str:
+def validation_title(scale: Scale, seeds: int) -> str:
     """The title of a study."""
     first, last = VALIDATION_DAYS
     return (
-        f"NE less that of GEM {args.scale} of {DEEP} ({DEEP}: less that of the default), KuaiRand, "
-        f"{first} to {last}, seeds: {args.seeds}, 1e-4 [95 %]"
+        f"NE less that of GEM {scale} of {DEEP} ({DEEP}: less that of the default), KuaiRand, "
+        f"{first} to {last}, seeds: {seeds}, 1e-4 [95 %]"
     )
 
 
 def compare_on_validation_days(
-    args: AblationArgs,
     trials: AblationTrials,
+    scale: Scale,
+    seeds: int,
     names: Sequence[str],
     committed: StudyResult | None,
-) -> None:
-    """Print the differences of NE of all objectives, and save them with the committed rows."""
-    measured = ne_differences(trials, "kuairand", args.scale, args.seeds, names, OBJECTIVES)
-    study = add_rows(
-        validation_title(args), measured, committed, trained_at_of(committed) | trials.trained_at()
-    )
-    result = BenchmarkResult(study.title, study.columns, list(study.rows), dict(study.figures))
-    result.show(args.as_json)
-    command = f"gemline bench ablation --work FOLDER --validation --seeds {args.seeds}"
+) -> BenchmarkResult:
+    """The differences of NE of all objectives, which are saved with the committed rows."""
+    measured = ne_differences(trials, "kuairand", scale, seeds, names, OBJECTIVES)
+    trained_at = trained_at_of(committed) | trials.trained_at()
+    study = add_rows(validation_title(scale, seeds), measured, committed, trained_at)
+    command = f"gemline bench ablation --work FOLDER --validation --seeds {seeds}"
     study.model_copy(update={"command": command}).save(RESULT)
+    return BenchmarkResult(study.title, study.columns, list(study.rows), dict(study.figures))
 
 
 def add_rows(

@@ -88,3 +88,10 @@ def share_of(tasks: Iterable[Task], share: str) -> list[Task]:
     if not (k.isdigit() and n.isdigit() and 1 <= int(k) <= int(n)):
         raise UserError(f"--share {share} is not k/n with k from 1 to n, such as 1/2")
     return list(tasks)[int(k) - 1 :: int(n)]
+
+
+def trained_at_of(study: StudyResult | None) -> set[str]:
+    """The dates and commits of the trainings of a committed study."""
+    return (
+        set(study.figures.get("trained_at", [f"{study.date} {study.commit}"])) if study else set()
+    )

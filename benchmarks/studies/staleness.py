@@ -14,7 +14,7 @@ import tyro
 from pydantic import Field
 
 from benchmarks.harness import RESULTS, BenchmarkResult
-from benchmarks.studies.ablation import OBJECTIVE
+from benchmarks.studies.ablation_rows import OBJECTIVE
 from etl.spec.base import StrictModel
 from etl.spec.units import DAY, date_range
 

@@ -34,6 +34,9 @@ def build_campaign_days(lake: Lake, days: DayRange) -> dict[str, int]:
         schema = label_schemas.late_retractions(spec)
         versions[schema.name] = lake.version(schema.name)
         retractions = spark_io.read_table(lake, schema, versions[schema.name])
+        retractions = retractions.filter(
+            F.col("day") >= F.lit(days[0])
+        )  # none precedes its outcome
         impressions = net_of_retractions(spec, impressions, retractions)
     for attribute in (spec.roi.campaign, *spec.roi.groups):
         values = first_item_values(lake, attribute).select("item_id", "item_attribute")
@@ -53,7 +56,8 @@ def first_changed_day(lake: Lake, days: DayRange) -> date:
     built, available = (lake.rows_by_day(name) for name in ("campaign_days", "impressions"))
     earliest = first_relabeled_day(lake.spec, days)
     if has_retractions(lake.spec):
-        earliest = days[0] - timedelta(days=retraction_horizon_days(lake.spec))
+        of_retractions = days[0] - timedelta(days=retraction_horizon_days(lake.spec))
+        earliest = min(earliest, of_retractions)
     return min([days[0], *(day for day in built if day >= earliest and day in available)])
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import KUAIRAND_SPEC, SIMULATOR_SPEC
-from benchmarks.studies import ablation, ablation_trials, ablation_validation
+from benchmarks.studies import ablation, ablation_rows, ablation_trials, ablation_validation
+from benchmarks.studies.ablation_rows import DEEP, DEFAULT, config_of, ne_differences
 from benchmarks.studies.ablation_table import (
     ablation_table,
     differences_from_default,
@@ -58,10 +59,10 @@ def ablation_of(
     blur: Callable[[DataSet, TrainConfig], float], names: list[str]
 ) -> dict[str, object]:
     """Figures of an ablation whose models have some blur on each data set."""
-    differences: ablation.Differences = {}
+    differences: ablation_rows.Differences = {}
     for data in DATA_SETS:
         trials = FakeData(FakeTrials(lambda config, data=data: blur(data, config)))  # type: ignore[misc]
-        measured = ablation.ne_differences(trials, data, "tiny", 3, names, ["click"])
+        measured = ne_differences(trials, data, "tiny", 3, names, ["click"])
         differences[data] = measured["click"]
     return ablation_table(differences, {data: {} for data in DATA_SETS}, "title").figures
 
@@ -72,25 +73,25 @@ def test_rows_are_paired_with_the_default_where_its_trainings_are_read() -> None
     def blur(config: TrainConfig) -> float:
         return 0.25 if config.model.interaction == "dcnv2" else 0.6 if config.sizes else 0.2
 
-    trials, names = FakeData(FakeTrials(blur)), [ablation.DEEP, "DCNv2"]
+    trials, names = FakeData(FakeTrials(blur)), [DEEP, "DCNv2"]
     rows, paired = (
-        ablation.ne_differences(trials, "simulated", "tiny", 3, names, ["click"], name)["click"]
-        for name in (ablation.DEEP, ablation.DEFAULT)
+        ne_differences(trials, "simulated", "tiny", 3, names, ["click"], name)["click"]
+        for name in (DEEP, DEFAULT)
     )
     added = differences_from_default(rows)
     assert paired["DCNv2"].value == pytest.approx(added["DCNv2"].value)
     assert paired["DCNv2"].standard_error < added["DCNv2"].standard_error
-    assert paired[ablation.DEEP] == added[ablation.DEEP] == rows[ablation.DEEP]
+    assert paired[DEEP] == added[DEEP] == rows[DEEP]
 
 
 def test_the_default_is_best_until_a_row_is_better_outside_noise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = [ablation.DEEP, "DCNv2", "flow: int", "value head", ablation.LIGHTGBM]
+    names = [DEEP, "DCNv2", "flow: int", "value head", ablation_rows.LIGHTGBM]
     figures = ablation_of(lambda data, config: 0.3, names)
     assert figures["default_is_best"] is None
     assert "not measured" in str(figures["default_is_best_reason"])
-    monkeypatch.setattr(ablation, "all_rows", lambda: tuple(names))
+    monkeypatch.setattr(ablation_rows, "all_rows", lambda: tuple(names))
     figures = ablation_of(lambda data, config: 0.3, names)
     assert figures["default_is_best"] is True
     assert figures["comparisons"] == 9  # no value head on KuaiRand
@@ -109,13 +110,11 @@ def test_the_default_is_best_until_a_row_is_better_outside_noise(
 def test_rows_that_beat_only_a_poor_reference_are_not_better_than_the_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = [ablation.DEEP, "DCNv2", "flow: int"]
-    monkeypatch.setattr(ablation, "all_rows", lambda: tuple(names))
+    names = [DEEP, "DCNv2", "flow: int"]
+    monkeypatch.setattr(ablation_rows, "all_rows", lambda: tuple(names))
 
     def poor_reference(data: DataSet, config: TrainConfig) -> float:
-        return (
-            0.8 if config == ablation.config_of(data, ablation.DEEP, "tiny", config.seed) else 0.3
-        )
+        return 0.8 if config == config_of(data, DEEP, "tiny", config.seed) else 0.3
 
     figures = ablation_of(poor_reference, names)
     assert figures["default_is_best"] is True
@@ -126,7 +125,7 @@ def test_rows_are_added_to_those_of_the_same_study(tmp_path: Path) -> None:
     path, title = tmp_path / "study.json", ablation.title_of("small", 1)
     nothing = ablation.committed_study(path, title)
     assert ablation.committed_differences(nothing) == {data: {} for data in DATA_SETS}
-    measured: ablation.Differences = {
+    measured: ablation_rows.Differences = {
         "simulated": {"DCNv2": SeededEstimate(-0.01, 0.002, 99.0)},
         "kuairand": {"flow: int, 32 events": SeededEstimate(0.02, 0.003, 7.5)},
     }
@@ -136,7 +135,7 @@ def test_rows_are_added_to_those_of_the_same_study(tmp_path: Path) -> None:
             no_change.value, no_change.standard_error, ablation.MAX_DEGREES_OF_FREEDOM
         ),
     }
-    paired: ablation.Differences = {"simulated": {"DCNv2": SeededEstimate(-0.02, 0.001, 99.0)},
+    paired: ablation_rows.Differences = {"simulated": {"DCNv2": SeededEstimate(-0.02, 0.001, 99.0)},
                                     "kuairand": {}}  # fmt: skip
     result = ablation_table(measured, paired, title)
     trained_at = ["2026-01-02 b", "2026-01-01 a"]
@@ -161,7 +160,7 @@ def test_a_share_of_validation_trainings_saves_nothing_and_rows_are_added_to_the
     monkeypatch.setattr(ablation_validation, "RESULT", path)
     monkeypatch.setattr(ablation_validation, "OBJECTIVES", ("click",))
     words = ["bench", "ablation", "--work", "w", "--validation", "--scale", "tiny", "--seeds", "1"]
-    title = ablation_validation.validation_title(ablation.AblationArgs(scale="tiny", seeds=1))
+    title = ablation_validation.validation_title("tiny", 1)
     committed = StudyResult(
         title=title, command="c", columns=("change", "click"), rows=(("DIN", "+1 [+0, +2]"),),
         date="2026-01-02", commit="old", intervals={"DIN, click": (1.1, 0.2, 2.3)},
@@ -193,15 +192,19 @@ def own_rows() -> list[tuple[str, DataSet]]:
     """Rows of the simulated logs, and those of KuaiRand that are not the same."""
     simulated: list[tuple[str, DataSet]] = [(name, "simulated") for name in CHANGES]
     kuairand = [n for n, by_data in CHANGES.items() if len({*map(str, by_data.values())}) > 1]
-    return [(ablation.DEEP, "simulated"), *simulated, *((name, "kuairand") for name in kuairand)]
+    return [
+        (DEEP, "simulated"),
+        *simulated,
+        *((name, "kuairand") for name in kuairand),
+    ]
 
 
 @pytest.mark.parametrize(("name", "data"), own_rows())
 def test_every_change_of_a_study_is_a_valid_model(name: str, data: DataSet) -> None:
-    config = ablation.config_of(data, name, "tiny", 0)
+    config = config_of(data, name, "tiny", 0)
     assert config is not None
     features = feature_schema(load_spec(SPECS[data]))
     Gem(features, config.gem_config)
     Loss.from_config(config, features)
     negative_sampling(config, features.objectives)
-    assert config.gem_config.layers == config.gem_config.event_layers == ablation.DEPTH
+    assert config.gem_config.layers == config.gem_config.event_layers == ablation_rows.DEPTH

@@ -128,7 +128,7 @@ def with_refunds(spec: dict[str, Any]) -> None:
     spec["sources"]["events"]["columns"]["retracts"] = "refunded_event"
 
 
-def test_retracted_outcomes_are_taken_off_conversions_and_value(spark: SparkSession) -> None:
+def test_conversions_and_value_are_net_of_retracted_outcomes(spark: SparkSession) -> None:
     """Of b1's three outcomes one is retracted completely, and one in part."""
     spec = changed_spec(with_refunds)
     rows: list[tuple[str, str, int | None, float | None]]
