@@ -20,7 +20,10 @@ TEACHER_TABLES = ("teacher_predictions", "user_teacher_embeddings")
 EXAMPLE_TABLES = ("examples", "impressions", "history", *ITEM_TABLES)
 # Tables of which rankers read the days that they train on.
 TRAINING_TABLES: tuple[RetainedTable, ...] = (
-    *("examples", "impressions", "teacher_predictions", "user_teacher_embeddings"),
+    "examples",
+    "impressions",
+    "teacher_predictions",
+    "user_teacher_embeddings",
 )
 SHORT_LABEL_WINDOW_SECONDS = 3600  # leaving out the labels of a day's last hour loses little data
 
@@ -100,6 +103,7 @@ def data_steps(
     """
     raw = ("--raw", paths.raw, *raw_flags)
     attribute_tables = (*ATTRIBUTE_TABLES, *SNAPSHOT_TABLES)
+    item_tables = (*ITEM_TABLES, "first_item_versions")
 
     def spark_step(
         name: str, command: tuple[str, ...], reads: tuple[str, ...], writes: tuple[str, ...]
@@ -130,7 +134,7 @@ def data_steps(
             "items",
             ("features", "items"),
             reads=("events", *attribute_tables),
-            writes=(*ITEM_TABLES, "first_item_versions"),
+            writes=item_tables,
         ),
         spark_step(
             "history",
@@ -141,10 +145,7 @@ def data_steps(
         spark_step(
             "examples",
             ("features", "examples"),
-            reads=(
-                *("events", *ITEM_TABLES, "first_item_versions", "history", "user_event_counts"),
-                *attribute_tables,
-            ),
+            reads=("events", *item_tables, "history", "user_event_counts", *attribute_tables),
             writes=("examples",),
         ),
     ]
