@@ -16,6 +16,7 @@ from etl.spec.attributes import (
     NumericAttribute,
     VectorAttribute,
 )
+from etl.spec.expression_terms import Record
 from etl.spec.expression_values import double_of_text, text_of_boolean, text_of_number
 from etl.spec.expressions import parse_column
 from etl.spec.model import DataSpec
@@ -45,10 +46,8 @@ def attributes_of_record(
     else:
         declared = logged_context_attributes(spec)
     texts = {name: _text_of(value) for name, value in record.items()}
-    computed = {name: parse_column(text).evaluate(texts) for name, text in source.select.items()}
-    columns = texts | {name: _text_of(value) for name, value in computed.items()}
     return {
-        name: _typed_value(name, attribute, columns.get(attribute.column or name))
+        name: _typed_value(name, attribute, _column_text(source, attribute.column or name, texts))
         for name, attribute in declared.items()
     }
 
@@ -67,6 +66,14 @@ def _source_of(spec: DataSpec, name: str | None) -> RecordSource:
         known = ", ".join(n for n, each in spec.sources.items() if isinstance(each, RecordSource))
         raise UserError(f"{name} is no source of events or attributes; there is {known}")
     return source
+
+
+def _column_text(source: RecordSource, column: str, texts: Record) -> str | None:
+    """A raw column of a record, or one that the source computes."""
+    computed = source.select.get(column)
+    if computed is None:
+        return texts.get(column)
+    return _text_of(parse_column(computed).evaluate(texts))
 
 
 def _text_of(value: object) -> str | None:
