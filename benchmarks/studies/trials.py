@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.harness import commit
 from etl.errors import UserError
 from etl.spec.base import StrictModel
+from etl.spec.effects import model_input_keys
 from etl.spec.units import DaySplit
 from etl.tables import atomic_io
 from etl.tables.lake import Lake
@@ -138,17 +139,6 @@ def trial_path(folder: Path, lake: Lake, tables: Iterable[str], split: DaySplit,
     return folder / f"{digest_of([name, inputs, split.model_dump(mode='json')])}.parquet"
 
 
-# Keys of the spec that affect what models read of tables, but not the tables.
-MODEL_INPUT_KEYS: dict[str, Any] = {
-    "domains": True,
-    "position_bias": True,
-    "sequences": True,
-    "history": {"max_events", "max_age"},
-    "similarity_attributes": True,
-    "calibration_segments": True,
-}
-
-
 def model_inputs(lake: Lake, tables: Iterable[str]) -> list[object]:
     """What models read: id and version of each table, and the keys of the spec that choose of them.
 
@@ -156,7 +146,7 @@ def model_inputs(lake: Lake, tables: Iterable[str]) -> list[object]:
     """
     opened = {name: lake.open(name) for name in tables}
     versions = {name: [str(t.metadata().id), t.version()] for name, t in opened.items()}
-    return [versions, lake.spec.model_dump(mode="json", include=MODEL_INPUT_KEYS)]
+    return [versions, model_input_keys(lake.spec.model_dump(mode="json"))]
 
 
 def digest_of(identity: object) -> str:

@@ -240,3 +240,12 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[KeyPath
     """Sorted paths of the keys that differ between two dumped specs, or that only one has."""
     before, after = dict(flatten_keys(old)), dict(flatten_keys(new))
     return sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
+
+
+def model_input_keys(spec_dump: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a dumped spec that affect what models read of tables, but no table, by path."""
+    return {
+        ".".join(path): value
+        for path, value in flatten_keys(spec_dump)
+        if effect_of(path) is MODEL_INPUTS
+    }

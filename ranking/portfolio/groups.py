@@ -4,6 +4,7 @@ B examples, O objectives, S surfaces (with code 0 for none).
 """
 
 import hashlib
+import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
+from etl.spec.effects import model_input_keys
 from etl.spec.model import DataSpec
 from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
@@ -219,10 +221,9 @@ class GroupTrials:
     def predictions_path(self, design: GroupDesign, rows: str) -> StoragePath:
         """Where the predictions of `validation` or `test` rows are kept."""
         versions = {name: self.lake.version(name) for name in INPUT_TABLES}
-        spec = self.lake.spec  # what models read and no table depends on
-        inputs = {"similarity_attributes", "sequences", "position_bias"}
+        inputs = model_input_keys(self.lake.spec.model_dump(mode="json"))
         identity = f"{design.key} {sorted(versions.items())} {self.split.model_dump_json()} "
-        identity += spec.model_dump_json(include=inputs)
+        identity += json.dumps(inputs)
         name = hashlib.sha256(identity.encode()).hexdigest()[:16]
         return resolve_uri(self.lake.root, "portfolio", f"{name}-{rows}.parquet")
 
