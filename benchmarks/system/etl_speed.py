@@ -38,7 +38,7 @@ def measure_etl_speed(result: BenchmarkResult, work: Path) -> None:
     The first compares the seconds that two million more records take: plain over the whole ETL. The
     second is the records per second of the large logs over those of the small ones. Each is
     timed twice, and the mean counts; the plain job runs first in one round and second in the other.
-    `etl_share_of_duckdb` is for information: the first of them beside a plain job of one process.
+    `etl_share_of_duckdb`, for information, compares with the plain job in DuckDB, in one process.
     """
     warm_up = pipeline_paths_in(str(work / "etl-warm-up"))
     simulate_logs(Path(warm_up.raw), SMALL_SIMULATION | {"days": 5}, BENCH_SIMULATOR)

@@ -25,7 +25,7 @@ arg = tyro.conf.arg
 
 
 class ServiceLimits(StrictModel):
-    """ServiceLimits on the concurrent load of a worker, and timeouts for clients."""
+    """Limits on the concurrent load of a worker, and timeouts for clients."""
 
     max_connections: Annotated[
         PositiveInt, arg(help="open connections; further ones get a 503")

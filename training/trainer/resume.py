@@ -55,7 +55,7 @@ def starting_point(
     """
     checkpoints = checkpoint.list_checkpoints(lake.root, lake.spec.hash, member)
     manifest, path = new_manifest(lake, reader, days, config, member), None
-    earlier = [c for c in checkpoints if c[1].complete and c[1].trained_until < days[0]]
+    earlier = [(f, m) for f, m in checkpoints if m.complete and m.trained_until < days[0]]
     if earlier:
         path, previous = earlier[-1]
         _check_can_continue(previous, manifest, days[0])
