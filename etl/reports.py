@@ -41,6 +41,7 @@ from etl.tables.table_schema import TableSchema
 
 Report: TypeAlias = AudienceLabelSource | AuditSource | SpendSource
 Schema: TypeAlias = Callable[[DataSpec], TableSchema]
+OPTIONAL_COLUMNS = ("label", "incremental_share")  # records may lack them
 MAX_SHARE_ERROR = 0.01  # of the sum of the shares of a report, from rounding
 AUDIENCE_REPORTS: dict[str, Schema] = {
     "audience_labels": audience_schemas.audience_labels,
@@ -157,8 +158,8 @@ def _check_reports(rows: DataFrame, path: str) -> None:
 
 def parse_reports(spec: DataSpec, source: Report, raw: str, days: DayRange) -> DataFrame:
     """Typed rows of a source, with the `reasons` why one is invalid, null if it is skipped."""
-    columns: dict[str, str] = source.columns.model_dump()
-    required = [column for name, column in columns.items() if name != "label"]
+    columns: dict[str, str] = source.columns.model_dump(exclude_none=True)
+    required = [column for name, column in columns.items() if name not in OPTIONAL_COLUMNS]
     rows = read_raw_records(source, RawSelection(raw, days), columns.values(), required)
     audience = [] if isinstance(source, SpendSource) else [F.lit(source.audience).alias("audience")]
     rows = rows.select(
@@ -192,6 +193,7 @@ def _typed_columns(spec: DataSpec, source: Report) -> Mapping[str, Column]:
         return {
             "campaign": F.nullif(raw_value(source.columns.campaign), F.lit("")),
             "spend": raw_value(source.columns.spend).try_cast("double"),
+            **_incremental_share(spec, source),
         }
     assert isinstance(source, AudienceLabelSource)
     label = F.nullif(raw_value(source.columns.label), F.lit(""))
@@ -201,3 +203,15 @@ def _typed_columns(spec: DataSpec, source: Report) -> Mapping[str, Column]:
         "label": F.coalesce(label, F.lit(UNKNOWN_LABEL)),
         "valid_from": parse_time(spec, source.time_unit, raw_value(source.columns.valid_from)),
     }
+
+
+def _incremental_share(spec: DataSpec, source: SpendSource) -> Mapping[str, Column]:
+    """The share of a row where the table has them: null if it has none, NaN if it is no number."""
+    if not roi_schemas.has_incremental_share(spec):
+        return {}
+    name = source.columns.incremental_share
+    if name is None:
+        return {"incremental_share": F.lit(None).cast("double")}
+    logged = F.nullif(F.trim(raw_value(name)), F.lit(""))
+    share = F.coalesce(logged.try_cast("double"), F.lit(float("nan")))
+    return {"incremental_share": F.when(logged.isNotNull(), share)}

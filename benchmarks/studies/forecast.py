@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from etl.array_types import Float64
     from etl.tables.lake import Lake
     from ranking.forecast.conditions import Box
+    from ranking.forecast.expansion import SegmentSize
     from ranking.forecast.forecaster import Forecaster
-    from ranking.forecast.scale import SegmentSize
 
 PARTS = ("errors", "service")
 SAMPLE_SHARE = 0.01  # of the impressions, for the errors

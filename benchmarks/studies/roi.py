@@ -58,7 +58,7 @@ class Market:
     vertical: "Int64"
     surface: "Int64"
     budget: "Float64"
-    room: "Float64"
+    half_saturation: "Float64"
     slope: "Float64"
     conversions_at_budget: "Float64"
     value: "Float64"
@@ -81,14 +81,19 @@ class Market:
         )
         value = np.exp(np.log(15) + 0.4 * rng.standard_normal(4)[vertical])
         value *= np.exp(0.2 * rng.standard_normal(count))
-        room = np.exp(0.5 + 0.5 * rng.standard_normal(count))
+        half_saturation = np.exp(0.5 + 0.5 * rng.standard_normal(count))
         slope = rng.uniform(*SLOPES, count)
-        return cls(rng, vertical, surface, budget, room, slope, budget / cost, value)
+        return cls(rng, vertical, surface, budget, half_saturation, slope, budget / cost, value)
 
     def conversions(self, spend: "Float64") -> "Float64":
         """Expected daily conversions (C)."""
         ratio = (spend / self.budget) ** self.slope
-        return self.conversions_at_budget * ratio * (1 + self.room) / (ratio + self.room)
+        return (
+            self.conversions_at_budget
+            * ratio
+            * (1 + self.half_saturation)
+            / (ratio + self.half_saturation)
+        )
 
     def expected_value(self, spend: "Float64") -> float:
         """Expected daily value of all campaigns."""

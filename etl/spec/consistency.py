@@ -333,4 +333,5 @@ def _roi_problems(spec: SpecDeclarations) -> Iterator[Problem]:
 
 ROI_COLUMNS = (
     *("campaign", "day", "spend", "conversions", "value", "currency", "arrived", "impressions"),
+    "incremental_share",
 )

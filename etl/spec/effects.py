@@ -68,6 +68,7 @@ AUDIENCE_COUNT_TABLES = KeyEffect(("audience_counts", "audience_quality"))
 AUDIENCE_QUALITY_TABLES = KeyEffect(("audience_quality",))
 FORECAST_TABLES = KeyEffect(("forecast_sample", "forecast_margins", "forecast_sketches"))
 ROI_TABLES = KeyEffect(("campaign_days", "response_curves"))
+ROI_SOURCE_TABLES = KeyEffect(("campaign_spend", *ROI_TABLES.tables))
 ROI_CURVES = KeyEffect(("response_curves",))
 BUCKET_TABLES = KeyEffect(
     (
@@ -136,6 +137,7 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "forecast.window": FORECAST_BUILDS,
     "forecast.sample_rows": FORECAST_BUILDS,
     "forecast.min_users": FORECAST_BUILDS,
+    "sources.*.columns.incremental_share": ROI_SOURCE_TABLES,
     "roi.campaign": ROI_TABLES,
     "roi.objective": ROI_TABLES,
     "roi.currency": ROI_TABLES,

@@ -79,6 +79,11 @@ class SpendColumns(StrictModel):
     """The campaign: a value of the attribute `roi.campaign`."""
     spend: str
     """What the campaign was billed on the day, in `roi.currency`."""
+    incremental_share: str | None = None
+    """Share of the campaign's attributed conversions that an experiment found to be due to it.
+
+    May be empty on days without a new result: the latest one counts.
+    """
 
 
 class SpendSource(ReportSource):

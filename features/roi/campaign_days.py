@@ -95,7 +95,8 @@ def campaign_days(spec: DataSpec, impressions: DataFrame, spend: DataFrame) -> D
     """Rows of `campaign_days` of impressions with `item_…` attributes, and rows of spend.
 
     A campaign that spent and had no impressions has no outcomes; one without spend spent 0. Its
-    groups are the most frequent values of its impressions, of several the first in their order.
+    groups are the most frequent values of its impressions, of several the first in their order. An
+    `incremental_share` is the mean of those of its rows of spend.
     """
     roi = spec.roi
     assert roi
@@ -112,7 +113,10 @@ def campaign_days(spec: DataSpec, impressions: DataFrame, spend: DataFrame) -> D
             *[F.mode(f"item_{name}", deterministic=True).alias(name) for name in groups],
         )
     )
-    billed = spend.groupBy("campaign", "day").agg(F.sum("spend").alias("spend"))
+    shares = ["incremental_share"] if roi_schemas.has_incremental_share(spec) else []
+    billed = spend.groupBy("campaign", "day").agg(
+        F.sum("spend").alias("spend"), *[F.avg(name).alias(name) for name in shares]
+    )
     rows = outcomes.join(billed, ["campaign", "day"], "full")
     defaults: dict[str, bool | float | int | str] = {
         "impressions": 0,
@@ -123,5 +127,5 @@ def campaign_days(spec: DataSpec, impressions: DataFrame, spend: DataFrame) -> D
     }
     known = [F.coalesce(F.col(name), F.lit("unknown")).alias(name) for name in groups]
     return rows.fillna(defaults).select(
-        "campaign", "day", *defaults, *known, F.lit(roi.currency).alias("currency")
+        *("campaign", "day", *defaults, *shares, *known), F.lit(roi.currency).alias("currency")
     )

@@ -48,10 +48,12 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 class TargetingAttributes(StrictModel):
     """What a targeting may name: values of each attribute, null for numbers; and the goals.
 
-    Values of fewer than `forecast.min_users` users are left out.
+    Values of fewer than `forecast.min_users` users are left out. `in_target` has the true classes
+    that may be wanted of users whom an attribute of labels selects.
     """
 
     attributes: dict[str, list[str | int] | None]
+    in_target: dict[str, list[str]]
     goals: list[str]
 
 
@@ -182,6 +184,7 @@ def add_routes(app: FastAPI, service: ForecastService, queue: WorkQueue) -> None
         listed = forecaster.tables.listed_values.items()
         return TargetingAttributes(
             attributes={name: None if values is None else list(values) for name, values in listed},
+            in_target={n: list(by_class) for n, by_class in forecaster.tables.precisions.items()},
             goals=list(auction.goal_objectives) if auction else [],
         )
 

@@ -13,7 +13,7 @@ from etl.errors import UserError
 from ranking.serving.settings import LOOPBACK_HOSTS, HostPattern, ServiceLimits
 
 if TYPE_CHECKING:
-    from ranking.forecast.schemas import Forecast, Interval
+    from ranking.forecast.schemas import CampaignForecast, Forecast, Interval
 
 
 class BuildArgs(LakeArgs):
@@ -72,26 +72,7 @@ def ask(args: AskArgs) -> None:
         (bid, f.campaign) for bid, f in zip(args.bid, forecasts, strict=False) if f.campaign
     ]
     if campaigns:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(
-            "bid",
-            "reach [95 %]",
-            "impressions [95 %]",
-            "spend",
-            "events",
-            "cost an event [95 %]",
-        )
-        for bid, campaign in campaigns:
-            events = ", ".join(f"{name} {e.value:,.1f}" for name, e in campaign.events.items())
-            each = campaign.cost_per_event
-            cost = f"{each.value:,.4f} [{each.low:,.4f}, {each.high:,.4f}]" if each else ""
-            table.add_row(
-                f"{bid:g}", _text(campaign.reach), _text(campaign.impressions),
-                f"{campaign.spend.value:,.2f}", events, cost,
-            )  # fmt: skip
-        Console().print(table)
+        _print_campaigns(campaigns)
     for note in dict.fromkeys(note for forecast in forecasts for note in forecast.notes):
         print(f"note: {note}")
 
@@ -129,9 +110,31 @@ def _print_segment(forecast: "Forecast") -> None:
     if forecast.in_target_rate:
         rate = forecast.in_target_rate
         print(f"in-target rate: {rate.value:.3f} [{rate.low:.3f}, {rate.high:.3f}]")
-        print(f"users in the target: {forecast.users.value * rate.value:,.0f}")
+    if forecast.users_in_target:
+        print(f"users in the target: {_text(forecast.users_in_target)}")
     if forecast.users_by_sketch:
         print(f"users in the window by sketches: {_text(forecast.users_by_sketch)}")
+
+
+def _print_campaigns(campaigns: "list[tuple[float, CampaignForecast]]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    in_target = any(campaign.reach_in_target for _, campaign in campaigns)
+    table = Table(
+        *("bid", "reach [95 %]", *(["in the target [95 %]"] if in_target else [])),
+        *("impressions [95 %]", "spend", "events", "cost an event [95 %]"),
+    )
+    for bid, campaign in campaigns:
+        events = ", ".join(f"{name} {e.value:,.1f}" for name, e in campaign.events.items())
+        each = campaign.cost_per_event
+        cost = f"{each.value:,.4f} [{each.low:,.4f}, {each.high:,.4f}]" if each else ""
+        reaches = [r for r in (campaign.reach, campaign.reach_in_target) if r is not None]
+        table.add_row(
+            f"{bid:g}", *map(_text, reaches), _text(campaign.impressions),
+            f"{campaign.spend.value:,.2f}", events, cost,
+        )  # fmt: skip
+    Console().print(table)
 
 
 def _text(interval: "Interval") -> str:

@@ -11,21 +11,20 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Protocol
 
-import numpy as np
-
 from etl.errors import UserError
 from etl.spec.model import DataSpec
 from etl.spec.units import date_range
 from etl.tables.forecast_schemas import SURFACE
-from ranking.forecast.scale import (
+from ranking.forecast.expansion import (
     NOISE_SHARE,
     NOISE_USERS,
     NoiseSource,
-    Scale,
+    SampleExpansion,
     SegmentSize,
     SupplyGrowth,
     to_interval,
 )
+from ranking.forecast.in_target import in_target_rate, in_target_users
 from ranking.forecast.schemas import CampaignForecast, Forecast, ForecastRequest, Interval
 from ranking.forecast.seasonality import DailyForecast, days_after, forecast_days, similar_days
 from ranking.forecast.shard import IMPRESSIONS, SPEND, USERS, Campaign, Query
@@ -66,6 +65,9 @@ class Forecaster:
             request.targeting, self.tables.domain, self.tables.listed_values
         )
         campaign, flight = self._campaign(request), self._flight(request)
+        rate = None
+        if request.in_target:
+            rate = in_target_rate(self.tables, targeting, request.in_target)
         notes: list[str] = []
         query = Query(*targeting.sql(), self.tables.window)
         in_window = await self.pool.sums(query)
@@ -83,23 +85,29 @@ class Forecaster:
             replace(query, days=days)
         )  # fmt: skip
         growth = self._growth(targeting, flight, days)
-        scale = Scale(size, in_window, in_flight, growth, self._noise_source(targeting, in_window))
-        if scale.count_users(in_flight) < self._min_users:
+        expansion = SampleExpansion(
+            size, in_window, in_flight, growth, self._noise_source(targeting, in_window)
+        )
+        if expansion.count_users(in_flight) < self._min_users:
             raise _too_few(self._min_users, "on the days of the flight ")
-        by_sketch = self._by_sketch(targeting, scale)
-        notes += self._notes(targeting, scale, by_sketch)
-        brought = await self._forecast_campaign(replace(query, days=days), campaign, request, scale)
+        by_sketch = self._by_sketch(targeting, expansion)
+        notes += self._notes(targeting, expansion, by_sketch)
+        brought = await self._forecast_campaign(
+            replace(query, days=days), campaign, request, expansion, rate
+        )
         if campaign is not None and brought is None:
             notes.append(
                 f"the campaign wins too few users to report, fewer than {self._min_users} or "
                 f"{MIN_SAMPLED_USERS} in the sample: raise its bid or widen its targeting"
             )
+        users = expansion.users(in_flight, in_flight)
         return Forecast(
             first_day=flight[0],
             last_day=flight[-1],
-            users=scale.users(in_flight, in_flight),
-            impressions=scale.impressions(in_flight, in_flight),
-            in_target_rate=in_target_rate(self.tables, targeting, request.in_target),
+            users=users,
+            impressions=expansion.impressions(in_flight, in_flight),
+            in_target_rate=rate,
+            users_in_target=in_target_users(users, rate) if rate else None,
             users_by_sketch=by_sketch,
             campaign=brought,
             answered_shards=in_window.answered,
@@ -220,10 +228,10 @@ class Forecaster:
         return NoiseSource(segment, min(NOISE_USERS, NOISE_SHARE * self._min_users))
 
     def _notes(
-        self, targeting: Targeting, scale: Scale, by_sketch: Interval | None
+        self, targeting: Targeting, expansion: SampleExpansion, by_sketch: Interval | None
     ) -> Iterator[str]:
         """What limits how good a forecast of a segment is."""
-        sums, box, model = scale.in_window, targeting.box() or {}, self.tables.model
+        sums, box, model = expansion.in_window, targeting.box() or {}, self.tables.model
         prior, quantity = model.users_prior(box), USERS
         if prior is None:
             prior, quantity = model.impressions_prior(box), IMPRESSIONS
@@ -232,55 +240,67 @@ class Forecaster:
                 "the size of this segment is mostly that of the log-linear model: few of its users "
                 "are in the sample"
             )
-        in_window = scale.users(sums, sums)
+        in_window = expansion.users(sums, sums)
         if by_sketch and (by_sketch.high < in_window.low or in_window.high < by_sketch.low):
             yield (
                 f"sketches count {by_sketch.value:,.0f} users in the window, which the interval of "
                 f"{in_window.low:,.0f} to {in_window.high:,.0f} by the sample does not explain"
             )
-        if not scale.growth.is_backtested:
+        if not expansion.growth.is_backtested:
             yield "fewer than three weeks of logs: the supply forecast is not backtested"
         if sums.answered < 1:
             yield "a part of the sample did not answer: intervals are wider"
 
-    def _by_sketch(self, targeting: Targeting, scale: Scale) -> Interval | None:
+    def _by_sketch(self, targeting: Targeting, expansion: SampleExpansion) -> Interval | None:
         """The users by sketches, with the noise of `users`: two draws would tell more than one."""
         box = targeting.box()
         found = None if box is None else self.tables.sketches.users(box)
         if found is None or found.value < self._min_users:
             return None
-        factor = scale.noise_factor(USERS, scale.in_window)
+        factor = expansion.noise_factor(USERS, expansion.in_window)
         return to_interval(found.scaled(factor)).rounded()
 
     async def _forecast_campaign(
-        self, query: Query, campaign: Campaign | None, request: ForecastRequest, scale: Scale
+        self,
+        query: Query,
+        campaign: Campaign | None,
+        request: ForecastRequest,
+        expansion: SampleExpansion,
+        rate: Interval | None,
     ) -> CampaignForecast | None:
         """What a campaign brings; None without one, and if it wins too few users."""
         if campaign is None:
             return None
         free = won = await self.pool.sums(replace(query, campaign=campaign))
         # A segment with fewer sampled users is one of enough counted ones.
-        is_sampled = won.users >= MIN_SAMPLED_USERS or scale.in_flight.users < MIN_SAMPLED_USERS
-        if scale.count_users(won) < self._min_users or not is_sampled:
+        is_sampled = won.users >= MIN_SAMPLED_USERS or expansion.in_flight.users < MIN_SAMPLED_USERS
+        if expansion.count_users(won) < self._min_users or not is_sampled:
             return None
-        spend = scale.volume(won, SPEND, free).value
+        spend = expansion.volume(won, SPEND, free).value
         if request.budget is not None and spend > request.budget:
             campaign = replace(campaign, participation=request.budget / spend)
             won = await self.pool.sums(replace(query, campaign=campaign))
-        if scale.count_users(won) < self._min_users:
+        if expansion.count_users(won) < self._min_users:
             return None
         events = {
-            name: scale.rounded_volume(won, SPEND + 1 + k, free)
+            name: expansion.rounded_volume(won, SPEND + 1 + k, free)
             for k, name in enumerate(self.spec.objectives)
         }
-        paid, bought = scale.rounded_volume(won, SPEND, free), events[campaign.objective].value
+        paid, bought = expansion.rounded_volume(won, SPEND, free), events[campaign.objective].value
         event = SPEND + 1 + list(events).index(campaign.objective)
+        reach = expansion.users(won, free).at_most(
+            expansion.users(expansion.in_flight, expansion.in_flight)
+        )
+        cost = None
+        if bought:
+            cost = expansion.cost(paid.value / bought, won, event, free)
         return CampaignForecast(
-            reach=scale.users(won, free).at_most(scale.users(scale.in_flight, scale.in_flight)),
-            impressions=scale.impressions(won, free),
+            reach=reach,
+            reach_in_target=in_target_users(reach, rate) if rate else None,
+            impressions=expansion.impressions(won, free),
             spend=paid,
             events=events,
-            cost_per_event=scale.cost(paid.value / bought, won, event, free) if bought else None,
+            cost_per_event=cost,
             participation=float(f"{campaign.participation:.3g}"),
         )
 
@@ -291,44 +311,6 @@ def _forecast_days(
 ) -> DailyForecast:
     """`forecast_days`, whose backtest takes longer than a query."""
     return forecast_days(dict(history), flight)
-
-
-def in_target_rate(
-    tables: ForecastTables, targeting: Targeting, classes: Sequence[str]
-) -> Interval | None:
-    """The in-target rate of a targeting by a provider's labels; None without target classes.
-
-    Labels are taken to be as precise in the segment as among all audited impressions.
-
-    Raises:
-        UserError: The targeting does not name labels of one provider, or these are not measured.
-    """
-    if not classes:
-        return None
-    box = targeting.allowed_values() or {}
-    named = [name for name in box if name in tables.precisions]
-    if len(named) != 1:
-        known = ", ".join(tables.precisions) or "none is measured"
-        raise UserError(
-            "an in-target rate needs a targeting with the labels of one data provider; "
-            f"attributes with measured labels: {known}"
-        )
-    (name,), by_class = named, tables.precisions[named[0]]
-    unknown = sorted({*classes} - {*by_class})
-    if unknown:
-        raise UserError(f"no audited class is called {unknown[0]}; known: {', '.join(by_class)}")
-    labels = sorted(map(str, box[name]))
-    if not all(label in by_class[class_] for class_ in classes for label in labels):
-        raise UserError(f"too few impressions have these labels of {name} to say how good they are")
-    sizes = np.array([tables.model.users.expected({name: frozenset({x})}) for x in labels])
-    rates = [
-        [sum(getattr(by_class[c][label], bound) for c in classes) for label in labels]
-        for bound in ("value", "low", "high")
-    ]
-    value, low, high = (min(float(sizes @ rate / sizes.sum()), 1.0) for rate in rates)
-    # The sizes are exact: more digits would reveal them.
-    digits = 3 if sizes.sum() >= 1000 else 2
-    return Interval(value=value, low=low, high=high).rounded(digits)
 
 
 def _too_few(min_users: int, when: str = "") -> UserError:

@@ -58,6 +58,8 @@ class CampaignForecast(StrictModel):
 
     reach: Interval
     """Users with an impression of the campaign, of those in `users`."""
+    reach_in_target: Interval | None
+    """Of these, users who are truly in the target; null without `in_target`."""
     impressions: Interval
     """Impressions that it wins."""
     spend: Interval
@@ -81,6 +83,8 @@ class Forecast(StrictModel):
     """Impressions of the segment in the flight."""
     in_target_rate: Interval | None
     """Share of the users who are truly in the target, by the audits of the provider's labels."""
+    users_in_target: Interval | None
+    """Users who are truly in the target; null without `in_target`."""
     users_by_sketch: Interval | None
     """Users of the segment in the whole window by theta sketches, where these can tell."""
     campaign: CampaignForecast | None

@@ -28,6 +28,7 @@ class RoiSection:
     total_spend: float
     value_before: float
     value_after: float
+    num_incremental: int  # campaigns whose share of incremental conversions is known
 
     @property
     def figure(self) -> str:
@@ -51,7 +52,10 @@ def roi_section(lake: Lake, until: date) -> RoiSection | None:
     after = sum(v * row["planned_conversions"] for v, row in zip(values, rows, strict=True))
     total = sum(row["current_spend"] for row in rows)
     currency = rows[0]["currency"]
-    return RoiSection(days[-1], rows[:SHOWN], len(rows), currency, total, before, after)
+    incremental = sum(row.get("incremental_share") is not None for row in rows)
+    return RoiSection(
+        days[-1], rows[:SHOWN], len(rows), currency, total, before, after, incremental
+    )
 
 
 def plot_curves(campaigns: list[dict[str, Any]], currency: str) -> str:

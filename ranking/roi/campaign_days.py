@@ -13,7 +13,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 from deltalake import DeltaTable
 
-from etl.array_types import Float64
+from etl.array_types import Bools, Float64
 from etl.errors import UserError
 from ranking.roi.curves import CampaignDays
 from ranking.roi.value import value_per_conversion
@@ -36,7 +36,7 @@ class CampaignTable:
         value_deviation: Standard error (C) of the log of it.
         incremental_share: Share (C) of attributed conversions that an experiment found to be due to
             the campaign; 1 where none was made.
-        is_incremental: Whether the file has these shares.
+        is_incremental: Whether that of a campaign (C) is known.
     """
 
     days: CampaignDays
@@ -45,7 +45,7 @@ class CampaignTable:
     value_per_conversion: Float64
     value_deviation: Float64
     incremental_share: Float64
-    is_incremental: bool
+    is_incremental: Bools
 
     @property
     def incremental_value(self) -> Float64:
@@ -68,12 +68,14 @@ def campaign_table(
 ) -> CampaignTable:
     """The campaign days in the rows of `source`, which messages name; raises UserError as above."""
     _require_columns(source, table, (*REQUIRED, *groups))
-    optional = [name for name in ("arrived", "incremental_share") if name in table.column_names]
     for name in ("campaign", "day"):
         _require_texts(source, table, name, "fill it in, or leave these rows out")
     table = _with_dates(source, table)
+    optional = [name for name in ("arrived", "incremental_share") if name in table.column_names]
     for name in ("spend", "conversions", "value", *optional):
         _require_numbers(source, table, name)
+        if name != "incremental_share":  # which few days have
+            _require_present(source, table, name)
     currency = _currency(source, table, currency)
     arrived = _column(table, "arrived")
     if (arrived <= 0).any() or (arrived > 1).any():
@@ -109,8 +111,7 @@ def campaign_table(
         currency,
         current,
         *value_per_conversion(index, conversions, value, count),
-        _incremental_share(source, table, rows, names),
-        "incremental_share" in table.column_names,
+        *_incremental_shares(source, table, rows, names),
     )
 
 
@@ -158,12 +159,21 @@ def _require_columns(source: str, table: pa.Table, names: tuple[str, ...]) -> No
         raise UserError(f"{source} has no rows")
 
 
+def _require_present(source: str, table: pa.Table, name: str) -> None:
+    if table[name].null_count:
+        raise UserError(f"{source}: {name} is missing in some rows")
+
+
 def _require_numbers(source: str, table: pa.Table, name: str) -> None:
-    if not (pa.types.is_integer(table[name].type) or pa.types.is_floating(table[name].type)):
+    """Raise UserError if a value that is there is not a number, not finite or negative."""
+    values = table[name].drop_null()
+    if not len(values):
+        return
+    if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
         raise UserError(f"{source}: {name} is not a number in all rows")
-    values = table[name].cast(pa.float64())
-    if values.null_count or not pc.all(pc.is_finite(values)).as_py():
-        raise UserError(f"{source}: {name} is missing or not finite in some rows")
+    values = values.cast(pa.float64())
+    if not pc.all(pc.is_finite(values)).as_py():
+        raise UserError(f"{source}: {name} is not finite in some rows")
     if pc.min(values).as_py() < 0:
         raise UserError(f"{source}: {name} is negative in some rows")
 
@@ -249,19 +259,31 @@ def _most_frequent_known(
     return np.where(rows.any(1), values[rows.argmax(1)], UNKNOWN)
 
 
-def _incremental_share(
+def _incremental_shares(
     source: str, table: pa.Table, index: npt.NDArray[np.intp], names: npt.NDArray[np.object_]
-) -> Float64:
-    """The share (C) of each campaign; raises UserError if its rows have several."""
-    share = _column(table, "incremental_share")
-    first_rows = np.unique(index, return_index=True)[1]
-    differs = share != share[first_rows][index]
+) -> tuple[Float64, Bools]:
+    """The latest share (C) of each campaign, 1 where none is known, and whether one is.
+
+    Raises UserError if the rows of a campaign and day have several.
+    """
+    latest, is_known = np.ones(len(names)), np.zeros(len(names), bool)
+    if "incremental_share" not in table.column_names:
+        return latest, is_known
+    has_share = table["incremental_share"].is_valid().to_numpy()
+    index, table = index[has_share], table.filter(pa.array(has_share))
+    share, day = _column(table, "incremental_share"), table["day"].to_numpy()
+    by_day = np.argsort(day, kind="stable")
+    latest[index[by_day]], is_known[index] = share[by_day], True
+    latest_day = np.full(len(names), np.datetime64("nat"), day.dtype)
+    latest_day[index[by_day]] = day[by_day]
+    differs = (day == latest_day[index]) & (share != latest[index])
     if differs.any():
+        row = differs.argmax()
         raise UserError(
-            f"{source}: campaign {names[index[differs.argmax()]]} has several values of "
-            "incremental_share: give the same in all its rows"
+            f"{source}: campaign {names[index[row]]} has several values of incremental_share on "
+            f"{day[row]}: give one"
         )
-    return share[first_rows]
+    return latest, is_known
 
 
 def _current_spend(table: pa.Table, index: npt.NDArray[np.intp], count: int) -> Float64:
@@ -273,7 +295,12 @@ def _current_spend(table: pa.Table, index: npt.NDArray[np.intp], count: int) -> 
 
 
 def usable_campaigns(table: pa.Table) -> pa.Table:
-    """The rows of campaigns with spend on enough days that have final labels, and of late."""
+    """The rows of campaigns with spend on enough days that have final labels, and of late.
+
+    Each has the latest incremental share of its campaign, whether labels of that day are final or
+    not.
+    """
+    table = _with_latest_shares(table)
     table = table.filter(pc.greater(table["arrived"], 0))
     spent = table.filter(pc.greater(table["spend"], 0))
     days = np.unique(table["day"].to_numpy())[-CURRENT_DAYS:]
@@ -285,3 +312,14 @@ def usable_campaigns(table: pa.Table) -> pa.Table:
         pc.is_in(table["campaign"], of_late["campaign"].combine_chunks()),
     )
     return table.filter(is_usable)
+
+
+def _with_latest_shares(table: pa.Table) -> pa.Table:
+    name = "incremental_share"
+    if name not in table.column_names:
+        return table
+    known = table.filter(table[name].is_valid()).sort_by("day")
+    latest = known.group_by("campaign", use_threads=False).aggregate([(name, "last")])
+    positions = pc.index_in(table["campaign"], latest["campaign"].combine_chunks())
+    shares = latest[f"{name}_last"].take(positions)
+    return table.set_column(table.column_names.index(name), name, shares)

@@ -90,7 +90,12 @@ def fit(args: CurveArgs) -> None:
         interval = f"{expected[c]:.2f} [{low[c]:.2f}, {high[c]:.2f}]"
         shown.add_row(name, f"{table.current[c]:,.2f}", interval, f"{marginal[c]:.2f}")
     Console().print(shown)
-    print("returns are attributed, not incremental, where no incremental_share is given")
+    attributed = int((~table.is_incremental).sum())
+    if attributed:
+        print(
+            f"returns of {attributed} campaigns are attributed, not incremental: they have no "
+            "incremental_share"
+        )
 
 
 def plan(args: PlanArgs) -> None:
@@ -139,6 +144,7 @@ def _write_plan(
 
     Raises UserError if the path is that of a folder, or cannot be written.
     """
+    import numpy as np
     import pyarrow as pa
     import pyarrow.csv as pa_csv
 
@@ -153,7 +159,7 @@ def _write_plan(
         "marginal_return_before": budgets.marginal_before,
         "marginal_return_after": budgets.marginal_after,
         **simulation.columns(),
-        "returns": ["incremental" if table.is_incremental else "attributed"] * count,
+        "returns": np.where(table.is_incremental, "incremental", "attributed"),
         "incremental_share": table.incremental_share,
         "reason": reasons,
     })  # fmt: skip

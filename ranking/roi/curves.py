@@ -1,12 +1,12 @@
 """Response curves of campaigns: conversions by daily spend, with what campaigns share.
 
     conversions_cd ~ Poisson(arrived_cd exp(level_c + log hill(r_cd, k_c) - log hill(1, k_c)))
-    hill(r, k) = r / (r + k),  r_cd = spend_cd / reference_c,  k_c = exp(room_c)
-    level_c = x_c g + u_c,  room_c = x_c h + v_c,  u_c ~ N(0, su^2),  v_c ~ N(0, sv^2)
+    hill(r, k) = r / (r + k),  r_cd = spend_cd / reference_c,  k_c = exp(log_half_c)
+    level_c = x_c g + u_c,  log_half_c = x_c h + v_c,  u_c ~ N(0, su^2),  v_c ~ N(0, sv^2)
 
 `level` is the log of the daily conversions at the reference spend, where the elasticity is
-k / (1 + k): `room` is its logit. At k times the reference spend a campaign has half of the
-conversions that it can have at most. x_c are an intercept, the log of the reference spend (the
+k / (1 + k). At k times the reference spend (half-saturation) a campaign has half of the conversions
+that it can have at most. x_c are an intercept, the log of the reference spend (the
 scale of the budget) and the campaign's groups. A campaign with few conversions has the curve of its
 groups and scale, and moves away from it as its own evidence grows (empirical Bayes: su and sv are
 estimated; the posterior is normal at its mode).
@@ -24,12 +24,12 @@ from etl.errors import UserError
 
 ITERATIONS, TOLERANCE = 100, 1e-6  # of the mode
 UPDATES, UPDATE_TOLERANCE = 50, 0.01  # of the standard deviations, relative
-INITIAL_SD = 0.5, 0.5  # of levels and rooms
+INITIAL_SD = 0.5, 0.5  # of levels and log half-saturations
 MIN_SD = 0.02
 UNSHARED_SD = 5.0, 1.5
 FIXED_PRECISION = 0.04  # of the coefficients of x: a standard deviation of 5
-ROOM_PRIOR = 0.85  # mean of the intercept of h: an elasticity of 0.7, returns diminish
-ROOM_PRIOR_PRECISION = 1.0
+LOG_HALF_PRIOR = 0.85  # mean of the intercept of h: an elasticity of 0.7, returns diminish
+LOG_HALF_PRIOR_PRECISION = 1.0
 MAX_STEP = 2.0  # of a coefficient, in an iteration
 
 
@@ -63,11 +63,11 @@ class CampaignDays:
 
 @dataclass(frozen=True)
 class ResponseCurves:
-    """The curves of campaigns: means and covariances of level and room.
+    """The curves of campaigns: means and covariances of level and log_half.
 
     Attributes:
         reference: Spend (C) at which `level` is the log of the daily conversions.
-        mean: Level and room (C, 2).
+        mean: Level and log_half (C, 2).
         covariance: Of both (C, 2, 2).
         dispersion: Variance of conversions over that of a Poisson, at least 1.
     """
@@ -81,9 +81,9 @@ class ResponseCurves:
     def log_conversions(self, spend: Float64) -> tuple[Float64, Float64]:
         """Mean and standard deviation (C) of the log of expected daily conversions."""
         log_ratio = np.log(spend / self.reference)
-        level, room = self.mean.T
-        basis = _slopes(log_ratio, room)
-        mean = level + _log_hill(log_ratio, room)
+        level, log_half = self.mean.T
+        basis = _slopes(log_ratio, log_half)
+        mean = level + _log_hill(log_ratio, log_half)
         variance = np.einsum("ci,cij,cj->c", basis, self.covariance, basis)
         return mean, np.sqrt(np.maximum(variance, 0))
 
@@ -143,22 +143,22 @@ class _MixedModel:
     def __init__(self, days: CampaignDays, x: Float64) -> None:
         self.days, self.x = days, x
         self.log_ratio = np.log(days.spend / days.reference[days.campaign])
-        # Fixed effects: (level, room) x columns of x.
+        # Fixed effects: (level, log_half) x columns of x.
         rate = days.conversions.sum() / max(days.arrived.sum(), 1e-12)
         self.fixed = np.zeros((2, x.shape[1]))
-        self.fixed[:, 0] = np.log(max(rate, 1e-6)), ROOM_PRIOR
+        self.fixed[:, 0] = np.log(max(rate, 1e-6)), LOG_HALF_PRIOR
         self.prior_mean = np.zeros_like(self.fixed)
-        self.prior_mean[:, 0] = np.log(max(rate, 1e-6)), ROOM_PRIOR
+        self.prior_mean[:, 0] = np.log(max(rate, 1e-6)), LOG_HALF_PRIOR
         self.prior_precision = np.full_like(self.fixed, FIXED_PRECISION)
-        self.prior_precision[1] = ROOM_PRIOR_PRECISION
+        self.prior_precision[1] = LOG_HALF_PRIOR_PRECISION
         self.random = np.zeros((len(x), 2))
         self.random_covariance = np.zeros((len(x), 2, 2))
         self.total_covariance = np.zeros((len(x), 2, 2))
 
     def expected(self) -> Float64:
         """Expected conversions (n)."""
-        level, room = (self.x @ self.fixed.T + self.random)[self.days.campaign].T
-        log_rate = level + _log_hill(self.log_ratio, room)
+        level, log_half = (self.x @ self.fixed.T + self.random)[self.days.campaign].T
+        log_rate = level + _log_hill(self.log_ratio, log_half)
         return np.asarray(self.days.arrived * np.exp(np.clip(log_rate, -30, 30)))
 
     def solve(self, deviations: Float64, dispersion: float) -> None:
@@ -168,8 +168,8 @@ class _MixedModel:
         for _ in range(ITERATIONS):
             mean = self.expected()
             weight, residual = mean / dispersion, (self.days.conversions - mean) / dispersion
-            room = (self.x @ self.fixed.T + self.random)[self.days.campaign, 1]
-            basis = _slopes(self.log_ratio, room)  # (n, 2)
+            log_half = (self.x @ self.fixed.T + self.random)[self.days.campaign, 1]
+            basis = _slopes(self.log_ratio, log_half)  # (n, 2)
             outer = np.einsum("n,ni,nj->nij", weight, basis, basis)
             blocks = np.zeros((count, 2, 2))
             np.add.at(blocks, self.days.campaign, outer)
@@ -232,15 +232,15 @@ class _MixedModel:
         )
 
 
-def _log_hill(log_ratio: Float64, room: Float64) -> Float64:
+def _log_hill(log_ratio: Float64, log_half: Float64) -> Float64:
     """log(hill(r, k) / hill(1, k)) of log r and log k."""
-    return np.asarray(log_ratio - np.logaddexp(log_ratio, room) + np.logaddexp(0, room))
+    return np.asarray(log_ratio - np.logaddexp(log_ratio, log_half) + np.logaddexp(0, log_half))
 
 
-def _slopes(log_ratio: Float64, room: Float64) -> Float64:
-    """Slopes (..., 2) of the log of conversions by level and room."""
-    by_room = _sigmoid(room) - _sigmoid(room - log_ratio)
-    return np.stack([np.ones_like(log_ratio), by_room], -1)
+def _slopes(log_ratio: Float64, log_half: Float64) -> Float64:
+    """Slopes (..., 2) of the log of conversions by level and log_half."""
+    by_log_half = _sigmoid(log_half) - _sigmoid(log_half - log_ratio)
+    return np.stack([np.ones_like(log_ratio), by_log_half], -1)
 
 
 def _sigmoid(x: Float64) -> Float64:

@@ -24,7 +24,7 @@ NORMAL_95 = 1.959964  # standard errors on each side of a 95 % interval
 
 
 @dataclass(frozen=True)
-class Limits:
+class BudgetLimits:
     """What a plan may do: a total daily spend, and limits of each campaign (C)."""
 
     total: float
@@ -53,14 +53,14 @@ class Limits:
 
 def step_limits(
     total: float, current: Float64, max_step: float, minimum: Float64, maximum: Float64
-) -> Limits:
+) -> BudgetLimits:
     """Limits of a plan that changes no campaign by more than a share `max_step` of its spend.
 
     A minimum above the largest step up makes them contradictory, which a plan refuses.
     """
     low = np.maximum(minimum, current * (1 - max_step))
     high = np.minimum(maximum, current * (1 + max_step))
-    return Limits(total, low, high)
+    return BudgetLimits(total, low, high)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def plan_budgets(
     curves: ResponseCurves,
     value_per_conversion: Float64,
     current: Float64,
-    limits: Limits,
+    limits: BudgetLimits,
     risk: float = 0.0,
     drawn: ResponseCurves | None = None,
     value_deviation: Float64 | float = 0.0,
@@ -138,13 +138,13 @@ def marginal_value(
 
 def saturation(curves: ResponseCurves) -> tuple[Float64, Float64]:
     """The most conversions (C) a day, and the spend (C) at which there are half of them."""
-    level, room = curves.mean.T
-    half = curves.reference * np.exp(room)
+    level, log_half_saturation = curves.mean.T
+    half = curves.reference * np.exp(log_half_saturation)
     largest = np.asarray(np.exp(level) * (curves.reference + half) / curves.reference)
     return largest, half
 
 
-def _allocate(curves: ResponseCurves, adjusted_value: Float64, limits: Limits) -> Float64:
+def _allocate(curves: ResponseCurves, adjusted_value: Float64, limits: BudgetLimits) -> Float64:
     """Spends (C) that are optimal for one price, found by bisection on its log."""
     largest, half = saturation(curves)
     positive_value = np.maximum(adjusted_value, 0.0)
@@ -166,9 +166,9 @@ def _allocate(curves: ResponseCurves, adjusted_value: Float64, limits: Limits) -
         else:
             high = middle
     spend = spend_at(high)
-    # What bisection leaves over goes to campaigns with room for it.
-    left, room = limits.total - spend.sum(), limits.high - spend
-    return np.asarray(spend + room * (left / room.sum() if room.sum() > 0 else 0.0))
+    # What bisection leaves over goes to campaigns that may spend more.
+    left, unused = limits.total - spend.sum(), limits.high - spend
+    return np.asarray(spend + unused * (left / unused.sum() if unused.sum() > 0 else 0.0))
 
 
 def explain(name: str, plan: BudgetPlan, current: Float64, position: int) -> str:

@@ -10,9 +10,9 @@ from etl.spec.model import DataSpec
 from etl.spec.units import DAY, date_range
 from etl.tables import arrow, roi_schemas
 from etl.tables.lake import Lake, arrow_schema
-from ranking.roi.campaign_days import campaign_table, usable_campaigns
-from ranking.roi.curves import fit_curves
-from ranking.roi.plan import explain, plan_budgets, saturation, step_limits
+from ranking.roi.campaign_days import CampaignTable, campaign_table, usable_campaigns
+from ranking.roi.curves import ResponseCurves, fit_curves
+from ranking.roi.plan import BudgetPlan, explain, plan_budgets, saturation, step_limits
 
 MAX_STEP = 0.2  # of the plan in the table, as a share of a campaign's current spend
 MIN_CAMPAIGNS = 2
@@ -54,26 +54,35 @@ def write_response_curves(lake: Lake, until: date) -> str:
     except UserError as error:
         _write_day(lake, until, None)
         return f"no curves until {until}: {error}"
-    low, high = curves.interval(current)
-    columns = {
-        "campaign": list(curves.campaigns),
-        "current_spend": current,
-        "conversions": np.exp(curves.log_conversions(current)[0]),
-        "low": low,
-        "high": high,
-        "half_saturation": saturation(curves)[1],
-        "value_per_conversion": value,
-        "marginal_return": plan.marginal_before,
-        "planned_spend": plan.spend,
-        "planned_conversions": np.exp(curves.log_conversions(plan.spend)[0]),
-        "planned_marginal_return": plan.marginal_after,
-        "currency": [spec.currency] * campaigns,
-        "reason": [explain(name, plan, current, c) for c, name in enumerate(curves.campaigns)],
-        "day": [until] * campaigns,
-    }
-    _write_day(lake, until, pa.table(columns))
+    _write_day(lake, until, _curve_rows(table, curves, plan, until))
     gain = float(plan.value_after.sum() / plan.value_before.sum()) - 1
     return f"curves of {campaigns} campaigns; a plan of the same total has value {gain:+.1%}"
+
+
+def _curve_rows(
+    table: CampaignTable, curves: ResponseCurves, plan: BudgetPlan, until: date
+) -> pa.Table:
+    current, count = table.current, len(curves.campaigns)
+    low, high = curves.interval(current)
+    return pa.table(
+        {
+            "campaign": list(curves.campaigns),
+            "current_spend": current,
+            "conversions": np.exp(curves.log_conversions(current)[0]),
+            "low": low,
+            "high": high,
+            "half_saturation": saturation(curves)[1],
+            "value_per_conversion": table.incremental_value,
+            "marginal_return": plan.marginal_before,
+            "planned_spend": plan.spend,
+            "planned_conversions": np.exp(curves.log_conversions(plan.spend)[0]),
+            "planned_marginal_return": plan.marginal_after,
+            "currency": [table.currency] * count,
+            "incremental_share": pa.array(table.incremental_share, mask=~table.is_incremental),
+            "reason": [explain(name, plan, current, c) for c, name in enumerate(curves.campaigns)],
+            "day": [until] * count,
+        }
+    )
 
 
 def _write_day(lake: Lake, day: date, rows: pa.Table | None) -> None:

@@ -23,9 +23,11 @@ from etl.errors import UserError
 from etl.labels import label_impressions
 from etl.reports import SPEND_REPORTS, load_reports
 from etl.spec import DataSpec
+from etl.spec.report_sources import SpendColumns
 from etl.spec.units import date_range
 from etl.tables import arrow, label_schemas, roi_schemas, schemas
 from etl.tables.lake import Lake
+from etl.tables.maintenance import upgrade_lake
 from features.roi import campaign_days as roi_tables
 from features.roi.campaign_days import build_campaign_days, first_changed_day
 from gemline import main
@@ -245,6 +247,53 @@ def test_a_daily_run_goes_on_without_conversions(
     assert main(["roi", "report", *flags, "--data-until", str(LAST)]) == 0
     assert "no campaign has a conversion" in capsys.readouterr().out
     assert not billed.exists("response_curves")
+
+
+def with_incremental_shares(lake: Lake) -> Lake:
+    """The lake after an upgrade to a spec with a column of the spend for incremental shares."""
+    sources = lake.spec.sources
+    columns = SpendColumns(campaign="campaign", spend="spend", incremental_share="lift")
+    spend = sources["spend"].model_copy(update={"columns": columns})
+    spec = lake.spec.model_copy(update={"sources": {**sources, "spend": spend}})
+    upgrade_lake(lake.root, lake.spec, spec)
+    return replace(lake, spec=spec)
+
+
+def test_the_latest_incremental_share_of_a_campaign_multiplies_its_values(
+    billed: Lake, raw: Path, tmp_path: Path, spark: object
+) -> None:
+    """b1 has a result on the first day and one on the last, whose labels are not final."""
+    shutil.copytree(raw / "spend", tmp_path / "raw" / "spend")
+    shares = {("b1", FIRST): 0.9, ("b1", LAST): 0.25, ("b2", FIRST): "0.5", ("b3", FIRST): " "}
+    for (campaign, day), share in shares.items():
+        file = tmp_path / "raw" / "spend" / f"day={day}.json.gz"
+        line = json.dumps({"campaign": campaign, "spend": 1.0, "lift": share})
+        file.write_bytes(file.read_bytes() + gzip.compress(f"{line}\n".encode()))
+    own = with_incremental_shares(copy_of(billed, tmp_path / "lake"))
+    load_reports(own, str(tmp_path / "raw"), DAYS, SPEND_REPORTS)
+    build_campaign_days(own, DAYS)
+    found = campaign_days(own).incremental_share.dropna()
+    assert found.to_dict() == {key: float(share) for key, share in shares.items() if share != " "}
+    table = read_campaign_days(Path(own.table_uri("campaign_days")), (), None)
+    by_name = dict(zip(table.days.campaigns, table.incremental_share, strict=True))
+    assert (by_name["b1"], by_name["b2"], by_name["b3"]) == (0.25, 0.5, 1.0)
+    assert table.is_incremental.sum() == 2
+
+
+def test_an_incremental_share_that_is_not_a_number_is_quarantined(
+    lake: Lake, tmp_path: Path, spark: object
+) -> None:
+    own = with_incremental_shares(copy_of(lake, tmp_path / "lake"))
+    file = tmp_path / "raw" / "spend" / f"day={FIRST}.json.gz"
+    file.parent.mkdir(parents=True)
+    lines = [json.dumps({"campaign": f"b{k}", "spend": 1.0}) for k in range(200)]
+    lines += [json.dumps({"campaign": "b999", "spend": 1.0, "lift": x}) for x in ("high", -0.5)]
+    file.write_bytes(gzip.compress("\n".join(lines).encode()))
+    load_reports(own, str(tmp_path / "raw"), (FIRST, FIRST), SPEND_REPORTS)
+    assert own.count_rows("campaign_spend") == 200
+    rows = arrow.snapshot(own, schemas.quarantine(own.spec)).read().to_pylist()
+    reasons = [row["reasons"] for row in rows if "b999" in (row["payload"] or "")]
+    assert reasons == [["incremental_share is negative or not a number"]] * 2
 
 
 def test_wrong_spend_is_quarantined_or_refused_and_nothing_is_written(

@@ -13,21 +13,21 @@ SCALES = np.repeat([20.0, 2000.0], 12)
 COUNT = len(SCALES)
 
 
-def true_conversions(spend: Float64, level: Float64, room: Float64) -> Float64:
+def true_conversions(spend: Float64, level: Float64, log_half: Float64) -> Float64:
     """Expected conversions of a campaign with spends of `SCALES` as the reference."""
     ratio = spend / SCALES
-    return np.asarray(np.exp(level) * ratio * (1 + np.exp(room)) / (ratio + np.exp(room)))
+    return np.asarray(np.exp(level) * ratio * (1 + np.exp(log_half)) / (ratio + np.exp(log_half)))
 
 
 def market(seed: int, days: int, spread: float = 0.4) -> tuple[CampaignDays, Float64, Float64]:
-    """Days of campaigns of two scales and three verticals, their levels and rooms."""
+    """Days of campaigns of two scales and three verticals; levels, log half-saturations."""
     rng = np.random.default_rng(seed)
     vertical = rng.integers(0, 3, COUNT)
     level = np.log(SCALES / 8) + 0.4 * rng.standard_normal(3)[vertical]
     level += 0.2 * rng.standard_normal(COUNT)
-    room = 0.6 + 0.3 * rng.standard_normal(COUNT)
+    log_half = 0.6 + 0.3 * rng.standard_normal(COUNT)
     spends = SCALES[:, None] * np.exp(spread * rng.standard_normal((COUNT, days)))
-    expected = np.stack([true_conversions(spends[:, d], level, room) for d in range(days)], 1)
+    expected = np.stack([true_conversions(spends[:, d], level, log_half) for d in range(days)], 1)
     campaign_days = CampaignDays(
         tuple(f"c{c:02d}" for c in range(COUNT)),
         vertical[:, None].astype(str),
@@ -36,7 +36,7 @@ def market(seed: int, days: int, spread: float = 0.4) -> tuple[CampaignDays, Flo
         rng.poisson(expected).ravel().astype(float),
         np.ones(COUNT * days),
     )
-    return campaign_days, level, room
+    return campaign_days, level, log_half
 
 
 def some_curves(seed: int) -> tuple[ResponseCurves, Float64, Float64]:

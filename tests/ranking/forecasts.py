@@ -17,10 +17,10 @@ from benchmarks.studies.forecast_world import (
 )
 from etl.spec.model import DataSpec
 from ranking.forecast.conditions import Box
+from ranking.forecast.expansion import SegmentSize
 from ranking.forecast.forecaster import Forecaster
 from ranking.forecast.pool import LocalShard
 from ranking.forecast.reach import UserSketches
-from ranking.forecast.scale import SegmentSize
 from ranking.forecast.schemas import ForecastRequest
 from ranking.forecast.shard import Query, Shard
 from ranking.forecast.tables import ForecastTables, SampledUsers, fit_model

@@ -17,7 +17,7 @@ from features.forecast.sampling import sampling_scale, workload_combinations
 from ranking.forecast import log_linear
 from ranking.forecast.conditions import Box
 from ranking.forecast.log_linear import LogLinearModel, PairCounts
-from ranking.forecast.schemas import ForecastRequest
+from ranking.forecast.schemas import Forecast, ForecastRequest, Interval
 from ranking.forecast.shard import USERS, Query
 from ranking.forecast.sums import (
     Estimate,
@@ -234,23 +234,40 @@ def test_an_in_target_rate_is_that_of_the_labels_weighted_by_their_users(
         tables=replace(complete_world.tables, precisions={"tier": precision}),
     )
 
-    def rate_of(targeting: str, *classes: str) -> Any:
-        request = ForecastRequest(targeting=targeting, in_target=classes)
-        return asyncio.run(measured.forecast(request)).in_target_rate
+    def forecast(targeting: str, *classes: str, **campaign: Any) -> Forecast:
+        request = ForecastRequest(targeting=targeting, in_target=classes, **campaign)
+        return asyncio.run(measured.forecast(request))
 
-    rate = rate_of("tier in ('tier00', 'tier03') and gender = 'gender00'", "young")
+    both = forecast("tier in ('tier00', 'tier03') and gender = 'gender00'", "young")
+    rate = both.in_target_rate
+    assert rate is not None
     sizes = np.bincount(complete_world.world.values[np.unique(complete_world.world.user), 4])[
         [0, 3]
     ]
     assert rate.value == pytest.approx(sizes @ [0.1, 0.4] / sizes.sum(), abs=5e-4)
     assert rate.low < rate.value < rate.high
-    assert rate_of("tier = 'tier01'") is None
+    assert forecast("tier = 'tier01'").users_in_target is None
+    _assert_is_share(both.users_in_target, both.users, rate)
+    campaign = forecast("tier in ('tier00', 'tier03')", "young", goal="traffic", bid=1.0).campaign
+    assert campaign is not None
+    _assert_is_share(campaign.reach_in_target, campaign.reach, rate)
     for targeting, class_, message in (
         ("gender = 'gender00'", "young", "labels of one data provider"),
         ("tier = 'tier01'", "old", "no audited class is called old"),
     ):
         with pytest.raises(UserError, match=message):
-            rate_of(targeting, class_)
+            forecast(targeting, class_)
+
+
+def _assert_is_share(reach: Interval | None, users: Interval, rate: Interval) -> None:
+    """A reach is a share of users, and as uncertain as each of them at least, both at most."""
+    assert reach is not None
+    one = 1  # by which rounding may change a number of users
+    assert abs(reach.value - rate.value * users.value) < one
+    assert reach.low < min(rate.low * users.value, rate.value * users.low) + one
+    assert reach.high > max(rate.high * users.value, rate.value * users.high) - one
+    assert reach.low > rate.low * users.low - one
+    assert reach.high < rate.high * users.high + one
 
 
 def test_segments_that_nobody_in_the_sample_is_in_are_answered_by_the_model() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ranking.forecast.scale import NoiseSource, Scale, SegmentSize, SupplyGrowth
+from ranking.forecast.expansion import NoiseSource, SampleExpansion, SegmentSize, SupplyGrowth
 from ranking.forecast.shard import IMPRESSIONS, SPEND, USERS, Campaign, Query, Shard
 from ranking.forecast.sums import Estimate
 from tests.ranking.forecasts import World
@@ -43,11 +43,11 @@ def test_intervals_of_a_flight_shorter_than_the_window_cover_what_it_brings(
         in_window, in_flight = (shard.sums(Query(*everyone, of)) for of in (window, days))
         won = shard.sums(Query(*everyone, days, campaign))
         growth = SupplyGrowth(1.0, 0.0, True)
-        scale = Scale(size, in_window, in_flight, growth, NoiseSource(f"{seed}", 5.0))
-        found = {"users": (scale.users(won, won), truth[USERS])}
+        expansion = SampleExpansion(size, in_window, in_flight, growth, NoiseSource(f"{seed}", 5.0))
+        found = {"users": (expansion.users(won, won), truth[USERS])}
         for name, quantity in QUANTITIES.items():
             if quantity < len(truth):
-                found[name] = scale.volume(won, quantity, won), truth[quantity]
+                found[name] = expansion.volume(won, quantity, won), truth[quantity]
         for name, (interval, value) in found.items():
             covered.setdefault(name, []).append(interval.low <= value <= interval.high)
     for name, hits in covered.items():

@@ -14,9 +14,9 @@ from datasketches import update_theta_sketch
 from benchmarks.studies.forecast_world import USER_ATTRIBUTES
 from etl.errors import UserError
 from ranking.forecast.conditions import Box
-from ranking.forecast.forecaster import in_target_rate
+from ranking.forecast.expansion import NoiseSource, SampleExpansion, SegmentSize, SupplyGrowth
+from ranking.forecast.in_target import in_target_rate
 from ranking.forecast.reach import UserSketches
-from ranking.forecast.scale import NoiseSource, Scale, SegmentSize, SupplyGrowth
 from ranking.forecast.schemas import ForecastRequest
 from ranking.forecast.seasonality import days_after
 from ranking.forecast.shard import IMPRESSIONS, USERS, Campaign, Query, Shard
@@ -204,7 +204,7 @@ def test_the_noise_of_impressions_is_as_large_as_the_heaviest_user(complete_worl
     size = SegmentSize(Estimate(*[float(sums.users)] * 3), total)
     growth = SupplyGrowth(1.0, 0.02, True)
     answers = [
-        Scale(size, sums, sums, growth, NoiseSource(f"{k}", 5.0)).impressions(sums, sums)
+        SampleExpansion(size, sums, sums, growth, NoiseSource(f"{k}", 5.0)).impressions(sums, sums)
         for k in range(50)
     ]
     assert np.ptp([answer.value for answer in answers]) > 1.5 * heaviest

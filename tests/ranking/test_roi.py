@@ -21,25 +21,25 @@ from ranking.roi.curves import CampaignDays, ResponseCurves, fit_curves
 from tests.ranking.campaigns import COUNT, SCALES, market, true_conversions, write_campaign_days
 
 
-def errors_of(curves: ResponseCurves, level: Float64, room: Float64) -> Float64:
+def errors_of(curves: ResponseCurves, level: Float64, log_half: Float64) -> Float64:
     """Absolute errors of the log of conversions at 1.3 times the usual spend."""
-    truth = np.log(true_conversions(1.3 * SCALES, level, room))
+    truth = np.log(true_conversions(1.3 * SCALES, level, log_half))
     return np.abs(curves.log_conversions(1.3 * SCALES)[0] - truth)
 
 
 def test_curves_of_many_days_are_those_that_were_planted() -> None:
-    days, level, room = market(0, days=400)
-    errors = errors_of(fit_curves(days), level, room)
+    days, level, log_half = market(0, days=400)
+    errors = errors_of(fit_curves(days), level, log_half)
     assert errors[SCALES == 2000].max() < 0.02 and errors.max() < 0.12
 
 
 def test_small_campaigns_start_from_what_others_teach() -> None:
     shared, alone = [], []
     for seed in range(8):
-        days, level, room = market(seed, days=3)
+        days, level, log_half = market(seed, days=3)
         small = SCALES == 20
-        shared.append(errors_of(fit_curves(days), level, room)[small].mean())
-        alone.append(errors_of(fit_curves(days, shared=False), level, room)[small].mean())
+        shared.append(errors_of(fit_curves(days), level, log_half)[small].mean())
+        alone.append(errors_of(fit_curves(days, shared=False), level, log_half)[small].mean())
     assert np.mean(shared) < 0.8 * np.mean(alone)
 
 
@@ -48,9 +48,9 @@ def test_intervals_cover_and_shrink_with_evidence() -> None:
     widths: dict[int, list[float]] = {3: [], 30: []}
     for seed in range(12):
         for count, of_count in widths.items():
-            days, level, room = market(seed, count)
+            days, level, log_half = market(seed, count)
             low, high = fit_curves(days).interval(SCALES)
-            truth = true_conversions(SCALES, level, room)
+            truth = true_conversions(SCALES, level, log_half)
             covered.append((low <= truth) & (truth <= high))
             of_count.append(float(np.log(high / low).mean()))
     assert 0.9 <= np.mean(covered) <= 0.99
@@ -58,15 +58,15 @@ def test_intervals_cover_and_shrink_with_evidence() -> None:
 
 
 def test_conversions_that_have_not_arrived_are_expected() -> None:
-    days, level, room = market(1, days=60)
+    days, level, log_half = market(1, days=60)
     rng = np.random.default_rng(0)
     arrived = rng.uniform(0.3, 1, len(days.spend))
     thinned = rng.binomial(days.conversions.astype(int), arrived).astype(float)
     late = fit_curves(replace(days, conversions=thinned, arrived=arrived))
     ignored = fit_curves(replace(days, conversions=thinned))
     large = SCALES == 2000
-    assert errors_of(late, level, room)[large].mean() < 0.03
-    assert errors_of(ignored, level, room)[large].mean() > 0.2
+    assert errors_of(late, level, log_half)[large].mean() < 0.03
+    assert errors_of(ignored, level, log_half)[large].mean() > 0.2
 
 
 def test_campaigns_without_any_conversion_are_refused() -> None:
@@ -94,11 +94,14 @@ def missing_first(days: CampaignDays) -> list[float | None]:
         ({"currency": lambda d: ["EUR", "USD"] * (len(d.spend) // 2)}, "has several currencies"),
         ({"spend": lambda days: 0 * days.spend}, "campaign c00 has 0 days with spend"),
         ({"arrived": lambda days: 0 * days.spend}, "arrived is the share of conversions so far"),
-        ({"arrived": missing_first}, "arrived is missing or not finite"),
-        ({"incremental_share": missing_first}, "incremental_share is missing or not"),
+        ({"arrived": missing_first}, "arrived is missing in some rows"),
+        ({"incremental_share": lambda d: -d.spend}, "incremental_share is negative in some"),
         (
-            {"incremental_share": lambda d: np.linspace(0.5, 1, len(d.spend))},
-            "campaign c00 has several values of incremental_share",
+            {
+                "day": lambda d: ["2026-01-01", "2026-01-02"] * (len(d.spend) // 2),
+                "incremental_share": lambda d: np.linspace(0.5, 1, len(d.spend)),
+            },
+            "campaign c00 has several values of incremental_share on 2026-01-02: give one",
         ),
         ({"conversions": lambda d: ["x"] * len(d.spend)}, "conversions is not a number"),
         ({"day": lambda d: ["01/05/2026"] * len(d.spend)}, "the day '01/05/2026' is not a date"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from etl.errors import UserError
 from gemline import main
 from ranking.roi.campaign_limits import read_limits
-from ranking.roi.plan import Limits, marginal_value, plan_budgets, step_limits
+from ranking.roi.plan import BudgetLimits, marginal_value, plan_budgets, step_limits
 from ranking.roi.simulation import simulate_plan
 from tests.ranking.campaigns import COUNT, market, some_curves, write_campaign_days
 
@@ -36,7 +36,7 @@ def test_no_transfer_between_two_campaigns_improves_a_plan(seed: int, step: floa
 
 def test_plans_do_not_depend_on_the_currency_and_avoid_risk() -> None:
     curves, value, current = some_curves(1)
-    limits = Limits(current.sum(), 0.5 * current, 2 * current)
+    limits = BudgetLimits(current.sum(), 0.5 * current, 2 * current)
     plan = plan_budgets(curves, value, current, limits)
     other = plan_budgets(curves, 7.5 * value, current, limits)
     np.testing.assert_allclose(other.spend, plan.spend, rtol=1e-6)
@@ -48,7 +48,7 @@ def test_plans_do_not_depend_on_the_currency_and_avoid_risk() -> None:
 
 def test_a_very_risk_averse_plan_raises_the_surest_campaigns_first() -> None:
     curves, value, current = some_curves(1)
-    limits = Limits(current.sum(), 0.5 * current, 2 * current)
+    limits = BudgetLimits(current.sum(), 0.5 * current, 2 * current)
     _, deviation = curves.log_conversions(current)
     with np.errstate(all="raise", under="ignore"):
         plan = plan_budgets(curves, value, current, limits, risk=1e5)
@@ -88,7 +88,7 @@ def test_a_campaign_without_incremental_conversions_gives_its_budget_to_others(
 ) -> None:
     curves, value, current = some_curves(1)
     worthless = np.where(np.arange(COUNT) == 4, share, 1.0) * value
-    limits = Limits(current.sum(), 0.5 * current, 2 * current)
+    limits = BudgetLimits(current.sum(), 0.5 * current, 2 * current)
     plan = plan_budgets(curves, worthless, current, limits)
     assert plan.spend[4] == pytest.approx(0.5 * current[4])
     assert plan.spend.sum() == pytest.approx(current.sum())
@@ -99,7 +99,7 @@ def test_a_campaign_without_incremental_conversions_gives_its_budget_to_others(
 
 def test_plans_that_explore_state_values_of_the_posterior() -> None:
     curves, value, current = some_curves(3)
-    limits = Limits(current.sum(), 0.5 * current, 2 * current)
+    limits = BudgetLimits(current.sum(), 0.5 * current, 2 * current)
     drawn = curves.draw(np.random.default_rng(0))
     plan = plan_budgets(curves, value, current, limits, drawn=drawn)
     assert not np.allclose(plan.spend, plan_budgets(curves, value, current, limits).spend)
@@ -113,11 +113,11 @@ def test_limits_that_no_plan_meets_are_refused() -> None:
     curves, value, current = some_curves(2)
     low, high = 0.9 * current, 1.1 * current
     with pytest.raises(UserError, match="raise the budget, or allow a larger step"):
-        plan_budgets(curves, value, current, Limits(0.5 * current.sum(), low, high))
+        plan_budgets(curves, value, current, BudgetLimits(0.5 * current.sum(), low, high))
     with pytest.raises(UserError, match="lower the budget, or allow a larger step"):
-        plan_budgets(curves, value, current, Limits(2 * current.sum(), low, high))
+        plan_budgets(curves, value, current, BudgetLimits(2 * current.sum(), low, high))
     with pytest.raises(UserError, match="campaign c00 may spend at least"):
-        plan_budgets(curves, value, current, Limits(current.sum(), 3 * high, high))
+        plan_budgets(curves, value, current, BudgetLimits(current.sum(), 3 * high, high))
 
 
 def test_a_minimum_above_the_largest_step_is_refused_rather_than_the_step_exceeded() -> None:
@@ -161,7 +161,9 @@ def test_the_command_writes_a_plan_with_its_reasons(
 
 def test_a_plan_of_certain_curves_has_its_computed_gain_in_all_simulations() -> None:
     curves, value, current = some_curves(3)
-    plan = plan_budgets(curves, value, current, Limits(current.sum(), 0.5 * current, 2 * current))
+    plan = plan_budgets(
+        curves, value, current, BudgetLimits(current.sum(), 0.5 * current, 2 * current)
+    )
     gain = plan.value_after.sum() / plan.value_before.sum() - 1
     widths = []
     for scale in (0.0, 0.25, 1.0):

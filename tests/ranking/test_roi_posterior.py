@@ -6,8 +6,8 @@ import pytest
 from etl.array_types import Float64
 from ranking.roi.curves import (
     FIXED_PRECISION,
-    ROOM_PRIOR,
-    ROOM_PRIOR_PRECISION,
+    LOG_HALF_PRIOR,
+    LOG_HALF_PRIOR_PRECISION,
     CampaignDays,
     _design,
     _MixedModel,
@@ -19,9 +19,9 @@ STEPS, BURN_IN = 40_000, 5_000
 
 
 def log_likelihood(days: CampaignDays, curves: Float64, log_ratio: Float64) -> Float64:
-    """Log likelihood (C) of levels and rooms (C, 2), less a constant; the dispersion is 1."""
-    level, room = curves[days.campaign].T
-    rate = level + log_ratio - np.logaddexp(log_ratio, room) + np.logaddexp(0, room)
+    """Log likelihood (C) of levels and log half-saturations (C, 2), up to a constant."""
+    level, log_half = curves[days.campaign].T
+    rate = level + log_ratio - np.logaddexp(log_ratio, log_half) + np.logaddexp(0, log_half)
     by_day = days.conversions * rate - np.exp(rate)
     return np.bincount(days.campaign, by_day, len(curves)).astype(float)
 
@@ -33,9 +33,9 @@ def metropolis(days: CampaignDays, model: _MixedModel, seed: int) -> Float64:
     """
     rng, x = np.random.default_rng(seed), model.x
     log_ratio = np.log(days.spend / days.reference[days.campaign])
-    prior_precision = np.array([FIXED_PRECISION, ROOM_PRIOR_PRECISION])
+    prior_precision = np.array([FIXED_PRECISION, LOG_HALF_PRIOR_PRECISION])
     prior_mean = np.zeros_like(model.fixed)
-    prior_mean[:, 0] = model.prior_mean[0, 0], ROOM_PRIOR
+    prior_mean[:, 0] = model.prior_mean[0, 0], LOG_HALF_PRIOR
     precision = [
         x.T @ x / s**2 + p * np.eye(x.shape[1])
         for s, p in zip(DEVIATIONS, prior_precision, strict=True)
@@ -74,8 +74,8 @@ def test_laplace_means_and_deviations_are_those_of_a_metropolis_sampler() -> Non
     assert np.abs(shift).max() < 0.3
     assert ratio.min() > 0.85 and ratio.max() < 1.2
     low, high = laplace.interval(1.3 * SCALES)
-    level, room = np.moveaxis(draws, 2, 0)
+    level, log_half = np.moveaxis(draws, 2, 0)
     log_ratio = np.log(1.3 * SCALES / days.reference)
-    rate = level + log_ratio - np.logaddexp(log_ratio, room) + np.logaddexp(0, room)
+    rate = level + log_ratio - np.logaddexp(log_ratio, log_half) + np.logaddexp(0, log_half)
     inside = ((np.log(low) <= rate) & (rate <= np.log(high))).mean(0)
     assert inside.min() > 0.93 and inside.max() < 0.97

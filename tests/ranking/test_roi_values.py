@@ -7,7 +7,7 @@ import pytest
 
 from etl.errors import UserError
 from ranking.roi.campaign_days import read_campaign_days
-from ranking.roi.plan import Limits, plan_budgets
+from ranking.roi.plan import BudgetLimits, plan_budgets
 from ranking.roi.value import value_per_conversion
 from tests.ranking.campaigns import COUNT, market, some_curves, write_campaign_days
 
@@ -56,7 +56,7 @@ def test_the_error_of_a_value_is_relative_to_its_own_campaign() -> None:
 
 def test_an_uncertain_value_of_conversions_widens_the_intervals_of_a_plan() -> None:
     curves, value, current = some_curves(3)
-    limits = Limits(current.sum(), 0.5 * current, 2 * current)
+    limits = BudgetLimits(current.sum(), 0.5 * current, 2 * current)
     certain = plan_budgets(curves, value, current, limits)
     plan = plan_budgets(curves, value, current, limits, value_deviation=np.full(COUNT, 0.2))
     np.testing.assert_allclose(plan.value_after, certain.value_after)

@@ -74,7 +74,7 @@ class NoiseSource:
 
 
 @dataclass(frozen=True)
-class Scale:
+class SampleExpansion:
     """Turns sums over the sample into estimates for the segment in the flight."""
 
     size: SegmentSize
