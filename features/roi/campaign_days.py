@@ -126,6 +126,7 @@ def campaign_days(spec: DataSpec, impressions: DataFrame, spend: DataFrame) -> D
         "spend": 0.0,
     }
     known = [F.coalesce(F.col(name), F.lit("unknown")).alias(name) for name in groups]
+    names = ("campaign", "day", *defaults, *shares)
     return rows.fillna(defaults).select(
-        *("campaign", "day", *defaults, *shares, *known), F.lit(roi.currency).alias("currency")
+        *map(F.col, names), *known, F.lit(roi.currency).alias("currency")
     )

@@ -264,7 +264,7 @@ def test_the_latest_incremental_share_of_a_campaign_multiplies_its_values(
 ) -> None:
     """b1 has a result on the first day and one on the last, whose labels are not final."""
     shutil.copytree(raw / "spend", tmp_path / "raw" / "spend")
-    shares = {("b1", FIRST): 0.9, ("b1", LAST): 0.25, ("b2", FIRST): "0.5", ("b3", FIRST): " "}
+    shares = {("b1", FIRST): "0.9", ("b1", LAST): "0.25", ("b2", FIRST): "0.5", ("b3", FIRST): " "}
     for (campaign, day), share in shares.items():
         file = tmp_path / "raw" / "spend" / f"day={day}.json.gz"
         line = json.dumps({"campaign": campaign, "spend": 1.0, "lift": share})
