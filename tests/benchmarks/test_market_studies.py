@@ -22,6 +22,26 @@ def test_values_per_conversion_are_learned_from_the_days_alone() -> None:
     )
 
 
+def test_no_curve_of_a_small_budget_is_better_than_the_posterior_with_known_groups() -> None:
+    """The posterior is the limit of the benchmark: it learns curves, and has the least error."""
+    errors = []
+    for seed in range(10):
+        market = roi.Market.draw(seed)
+        week = roi.joined([market.week(0, market.budget)]).days
+        errors.append(roi.first_week_errors(market, week))
+        posterior, truth = (
+            roi.GroupPosterior(market, week),
+            np.log(market.conversions(market.budget)),
+        )
+        large = market.budget > 3_000
+        learned, of_groups = posterior.log_conversions(1.0)[large], posterior.log_group[large]
+        assert np.abs(learned - truth[large]).mean() < np.abs(of_groups - truth[large]).mean() / 5
+    limit, shared, alone = (
+        np.mean([row[f"error_{name}"] for row in errors]) for name in ("limit", "shared", "alone")
+    )
+    assert limit < shared < alone
+
+
 @pytest.mark.parametrize(
     ("words", "goals"),
     [
