@@ -1,6 +1,6 @@
 """`gemline bench roi`: response curves and plans on simulated campaigns with known curves.
 
-Campaigns of four budget scales, four verticals and three surfaces; conversions saturate, some
+Campaigns of five budget scales, four verticals and three surfaces; conversions saturate, some
 sooner than the model's curve does. Each week a plan sets daily budgets, which then vary by chance
 as pacing does. Curves and values per conversion are learned from the campaigns' days, as
 `gemline roi` learns them; plans are judged by the true ones.

@@ -122,7 +122,7 @@ def campaign_days(spec: DataSpec, impressions: DataFrame, spend: DataFrame) -> D
         "impressions": 0,
         "conversions": 0,
         "value": 0.0,
-        "arrived": 1.0,
+        "arrived": 0.0,  # of no impressions no conversions can be known
         "spend": 0.0,
     }
     known = [F.coalesce(F.col(name), F.lit("unknown")).alias(name) for name in groups]

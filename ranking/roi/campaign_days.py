@@ -31,7 +31,7 @@ class CampaignTable:
     Attributes:
         days: Days with spend, for curves.
         currency: Currency of spends and values.
-        current: Mean daily spend (C) of the latest CURRENT_DAYS days.
+        current: Mean daily spend (C) of the latest CURRENT_DAYS days with any spend.
         value_per_conversion: Attributed value (C) of a conversion, shrunk to that of all campaigns.
         value_deviation: Standard error (C) of the log of it.
         incremental_share: Share (C) of attributed conversions that an experiment found to be due to
@@ -78,18 +78,19 @@ def campaign_table(
             _require_present(source, table, name)
     currency = _currency(source, table, currency)
     arrived = _column(table, "arrived")
-    if (arrived <= 0).any() or (arrived > 1).any():
-        raise UserError(f"{source}: arrived is the share of conversions so far: above 0, at most 1")
+    if (arrived > 1).any():
+        raise UserError(f"{source}: arrived is the share of conversions so far, from 0 to 1")
     names, rows = np.unique(table["campaign"].cast(pa.string()).to_numpy(), return_inverse=True)
     count = len(names)
     index, spend, conversions, value, arrived = _sum_by_day(table, rows)
-    has_spend = spend > 0
+    has_spend = (spend > 0) & (arrived > 0)  # else the day says nothing about the curve
     days_with_spend = np.bincount(index[has_spend], minlength=count)
     if (days_with_spend < MIN_DAYS).any():
         name = names[days_with_spend.argmin()]
         raise UserError(
-            f"{source}: campaign {name} has {days_with_spend.min()} days with spend, and a curve "
-            f"needs {MIN_DAYS}: leave the campaign out, or wait"
+            f"{source}: campaign {name} has {days_with_spend.min()} days with spend and "
+            f"conversions that can have arrived, and a curve needs {MIN_DAYS}: leave the campaign "
+            "out, or wait"
         )
     current = _current_spend(table, rows, count)
     if (current <= 0).any():
@@ -287,39 +288,23 @@ def _incremental_shares(
 
 
 def _current_spend(table: pa.Table, index: npt.NDArray[np.intp], count: int) -> Float64:
-    """Mean daily spend (C) over the latest days of the file, a missing day counting as 0."""
-    days = table["day"].cast(pa.string()).to_numpy()
-    latest = np.unique(days)[-CURRENT_DAYS:]
+    """Mean daily spend (C) over the latest days with any spend, a missing row counting as 0."""
+    days, spend = table["day"].cast(pa.string()).to_numpy(), _column(table, "spend")
+    latest = np.unique(days[spend > 0])[-CURRENT_DAYS:]
     is_recent = np.isin(days, latest)
-    return np.bincount(index[is_recent], _column(table, "spend")[is_recent], count) / len(latest)
+    return np.bincount(index[is_recent], spend[is_recent], count) / max(len(latest), 1)
 
 
 def usable_campaigns(table: pa.Table) -> pa.Table:
-    """The rows of campaigns with spend on enough days that have final labels, and of late.
-
-    Each has the latest incremental share of its campaign, whether labels of that day are final or
-    not.
-    """
-    table = _with_latest_shares(table)
-    table = table.filter(pc.greater(table["arrived"], 0))
+    """The rows of campaigns with spend on enough days that have final labels, and of late."""
     spent = table.filter(pc.greater(table["spend"], 0))
     days = np.unique(table["day"].to_numpy())[-CURRENT_DAYS:]
     of_late = spent.filter(pa.array(np.isin(spent["day"].to_numpy(), days)))
-    counts = spent.group_by("campaign").aggregate([("day", "count")])
+    counts = spent.filter(pc.greater(spent["arrived"], 0)).group_by("campaign")
+    counts = counts.aggregate([("day", "count")])
     enough = counts.filter(pc.greater_equal(counts["day_count"], MIN_DAYS))["campaign"]
     is_usable = pc.and_(
         pc.is_in(table["campaign"], enough.combine_chunks()),
         pc.is_in(table["campaign"], of_late["campaign"].combine_chunks()),
     )
     return table.filter(is_usable)
-
-
-def _with_latest_shares(table: pa.Table) -> pa.Table:
-    name = "incremental_share"
-    if name not in table.column_names:
-        return table
-    known = table.filter(table[name].is_valid()).sort_by("day")
-    latest = known.group_by("campaign", use_threads=False).aggregate([(name, "last")])
-    positions = pc.index_in(table["campaign"], latest["campaign"].combine_chunks())
-    shares = latest[f"{name}_last"].take(positions)
-    return table.set_column(table.column_names.index(name), name, shares)

@@ -14,7 +14,7 @@ estimated; the posterior is normal at its mode).
 C campaigns, n days of campaigns, p columns of x.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -68,15 +68,23 @@ class ResponseCurves:
     Attributes:
         reference: Spend (C) at which `level` is the log of the daily conversions.
         mean: Level and log_half (C, 2).
-        covariance: Of both (C, 2, 2).
+        own_covariance: Of both (C, 2, 2), if what campaigns share were known.
+        shared_factor: Changes of both (C, 2, q) by q independent standard normal variables: the
+            errors of what campaigns share.
         dispersion: Variance of conversions over that of a Poisson, at least 1.
     """
 
     campaigns: tuple[str, ...]
     reference: Float64
     mean: Float64
-    covariance: Float64
+    own_covariance: Float64
+    shared_factor: Float64
     dispersion: float
+
+    @property
+    def covariance(self) -> Float64:
+        """The covariance (C, 2, 2) of a campaign's level and log_half."""
+        return self.own_covariance + self.shared_factor @ self.shared_factor.swapaxes(1, 2)
 
     def log_conversions(self, spend: Float64) -> tuple[Float64, Float64]:
         """Mean and standard deviation (C) of the log of expected daily conversions."""
@@ -94,11 +102,14 @@ class ResponseCurves:
 
     def draw(self, rng: np.random.Generator) -> "ResponseCurves":
         """One draw of all curves from their posterior, for Thompson sampling."""
-        factor = np.linalg.cholesky(self.covariance + 1e-12 * np.eye(2))
-        noise = rng.standard_normal((len(self.campaigns), 2, 1))
-        drawn = self.mean + (factor @ noise)[..., 0]
-        return ResponseCurves(
-            self.campaigns, self.reference, drawn, np.zeros_like(self.covariance), self.dispersion
+        own_factor = np.linalg.cholesky(self.own_covariance + 1e-12 * np.eye(2))
+        own = own_factor @ rng.standard_normal((len(self.campaigns), 2, 1))
+        shared = self.shared_factor @ rng.standard_normal(self.shared_factor.shape[2])
+        return replace(
+            self,
+            mean=self.mean + own[..., 0] + shared,
+            own_covariance=np.zeros_like(self.own_covariance),
+            shared_factor=np.zeros_like(self.shared_factor),
         )
 
 
@@ -153,7 +164,8 @@ class _MixedModel:
         self.prior_precision[1] = LOG_HALF_PRIOR_PRECISION
         self.random = np.zeros((len(x), 2))
         self.random_covariance = np.zeros((len(x), 2, 2))
-        self.total_covariance = np.zeros((len(x), 2, 2))
+        self.own_covariance: Float64 = np.zeros((len(x), 2, 2))
+        self.shared_factor: Float64 = np.zeros((len(x), 2, self.fixed.size))
 
     def expected(self) -> Float64:
         """Expected conversions (n)."""
@@ -202,11 +214,12 @@ class _MixedModel:
         self.random_covariance = inner + np.einsum(
             "cij,caj,ab,cbk,ckl->cil", inner, cross, fixed_covariance, cross, inner, optimize=True
         )
-        # Curve = x (fixed) + random: its covariance has three parts.
+        # Curve = x (fixed) + random, where the fixed effects also move the mean of random.
         on_curve = np.einsum("ij,cp->cijp", np.eye(2), self.x).reshape(count, 2, p2)
         through = on_curve - np.einsum("cij,caj->cia", inner, cross)
-        self.total_covariance = inner + np.einsum(
-            "cia,ab,cjb->cij", through, fixed_covariance, through, optimize=True
+        self.own_covariance = inner
+        self.shared_factor = np.asarray(
+            through @ np.linalg.cholesky(fixed_covariance), dtype=np.float64
         )
 
     def effect_deviations(self) -> Float64:
@@ -227,7 +240,8 @@ class _MixedModel:
             self.days.campaigns,
             self.days.reference,
             self.x @ self.fixed.T + self.random,
-            self.total_covariance,
+            self.own_covariance,
+            self.shared_factor,
             dispersion,
         )
 

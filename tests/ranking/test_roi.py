@@ -93,7 +93,8 @@ def missing_first(days: CampaignDays) -> list[float | None]:
         ({"campaign": lambda d: ["", *["b"] * (len(d.spend) - 1)]}, "campaign is missing in some"),
         ({"currency": lambda d: ["EUR", "USD"] * (len(d.spend) // 2)}, "has several currencies"),
         ({"spend": lambda days: 0 * days.spend}, "campaign c00 has 0 days with spend"),
-        ({"arrived": lambda days: 0 * days.spend}, "arrived is the share of conversions so far"),
+        ({"arrived": lambda days: 0 * days.spend}, "c00 has 0 days with spend and conversions"),
+        ({"arrived": lambda days: 2 + days.spend}, "arrived is the share of conversions so far"),
         ({"arrived": missing_first}, "arrived is missing in some rows"),
         ({"incremental_share": lambda d: -d.spend}, "incremental_share is negative in some"),
         (
@@ -240,3 +241,21 @@ def test_the_group_of_a_campaign_is_its_most_frequent_known_one(tmp_path: Path) 
     found = read_campaign_days(file, ("vertical",), None).days.groups[:, 0]
     assert found[2] == "unknown"
     assert (np.delete(found, 2) == np.delete(expected, 2)).all()
+
+
+def test_drawn_curves_share_the_errors_of_what_campaigns_have_in_common() -> None:
+    """A campaign without days of its own would have the curve of its groups, right or wrong."""
+    curves = fit_curves(market(0, days=3)[0])
+    rng = np.random.default_rng(0)
+    draws = np.array([curves.draw(rng).mean for _ in range(4000)]) - curves.mean
+    found = np.einsum("dci,dej->ceij", draws, draws) / len(draws)
+    expected = np.einsum("cia,eja->ceij", curves.shared_factor, curves.shared_factor)
+    own = np.arange(len(curves.campaigns))
+    expected[own, own] += curves.own_covariance
+    np.testing.assert_allclose(expected[own, own], curves.covariance)
+    deviation = np.sqrt(np.einsum("ccii->ci", expected))
+    scale = np.einsum("ci,ej->ceij", deviation, deviation)
+    assert np.abs(found - expected).max() < 0.1 * scale.max()
+    small = np.flatnonzero(SCALES == 20)
+    correlation = (expected / scale)[np.ix_(small, small)][..., 0, 0]
+    assert np.median(correlation[~np.eye(len(small), dtype=bool)]) > 0.05

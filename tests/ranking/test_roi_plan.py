@@ -167,7 +167,11 @@ def test_a_plan_of_certain_curves_has_its_computed_gain_in_all_simulations() -> 
     gain = plan.value_after.sum() / plan.value_before.sum() - 1
     widths = []
     for scale in (0.0, 0.25, 1.0):
-        scaled = replace(curves, covariance=scale * curves.covariance)
+        scaled = replace(
+            curves,
+            own_covariance=scale * curves.own_covariance,
+            shared_factor=np.sqrt(scale) * curves.shared_factor,
+        )
         simulation = simulate_plan(
             scaled, value, np.zeros(COUNT), current, plan.spend, np.random.default_rng(0)
         )
@@ -179,7 +183,12 @@ def test_a_plan_of_certain_curves_has_its_computed_gain_in_all_simulations() -> 
 
 def test_simulated_conversions_have_the_variance_of_the_curves_dispersion() -> None:
     curves, value, current = some_curves(3)
-    certain = replace(curves, covariance=0 * curves.covariance, dispersion=3.0)
+    certain = replace(
+        curves,
+        own_covariance=0 * curves.own_covariance,
+        shared_factor=0 * curves.shared_factor,
+        dispersion=3.0,
+    )
     simulation = simulate_plan(
         certain, value, np.zeros(COUNT), current, current, np.random.default_rng(0)
     )

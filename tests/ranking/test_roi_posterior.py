@@ -77,5 +77,11 @@ def test_laplace_means_and_deviations_are_those_of_a_metropolis_sampler() -> Non
     level, log_half = np.moveaxis(draws, 2, 0)
     log_ratio = np.log(1.3 * SCALES / days.reference)
     rate = level + log_ratio - np.logaddexp(log_ratio, log_half) + np.logaddexp(0, log_half)
+    drawn = [laplace.draw(np.random.default_rng(seed)) for seed in range(2000)]
+    total = [
+        np.exp(curves.log_conversions(1.3 * SCALES)[0])[SCALES == 20].sum() for curves in drawn
+    ]
+    sampled = np.exp(rate)[:, SCALES == 20].sum(1)  # of small campaigns, whose errors are shared
+    assert np.std(np.log(total)) == pytest.approx(np.std(np.log(sampled)), rel=0.1)
     inside = ((np.log(low) <= rate) & (rate <= np.log(high))).mean(0)
     assert inside.min() > 0.93 and inside.max() < 0.97

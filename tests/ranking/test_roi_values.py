@@ -24,6 +24,20 @@ def test_value_per_conversion_is_shrunk_and_incremental_where_measured(tmp_path:
         read_campaign_days(tmp_path / "none.csv", (), None)
 
 
+def test_days_without_conversions_yet_count_as_current_spend_but_not_for_curves(
+    tmp_path: Path,
+) -> None:
+    """Budgets were halved three days ago, and no conversion of these days can have arrived."""
+    days, _, _ = market(3, days=10)
+    is_new = np.tile(np.arange(10) >= 7, COUNT)
+    spend = np.where(is_new, 0.5, 1.0) * days.spend
+    columns = {"spend": spend, "arrived": np.where(is_new, 0.0, 1.0)}
+    columns["conversions"] = columns["value"] = np.where(is_new, 0.0, days.conversions)
+    table = read_campaign_days(write_campaign_days(tmp_path / "d.csv", days, **columns), (), None)
+    np.testing.assert_allclose(table.current, spend.reshape(COUNT, 10)[:, 3:].mean(1))
+    assert len(table.days.spend) == 7 * COUNT and (table.days.arrived == 1).all()
+
+
 @pytest.mark.parametrize("between", [0.0, 0.3, 1.0])
 def test_intervals_of_the_value_of_a_conversion_cover_it(between: float) -> None:
     """Lognormal orders; campaigns of a few to some thousand conversions."""
