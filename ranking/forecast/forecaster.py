@@ -86,7 +86,7 @@ class Forecaster:
         )  # fmt: skip
         growth = self._growth(targeting, flight, days)
         expansion = SampleExpansion(
-            size, in_window, in_flight, growth, self._noise_source(targeting, in_window)
+            size, in_window, in_flight, growth, self._noise_source(targeting)
         )
         if expansion.count_users(in_flight) < self._min_users:
             raise _too_few(self._min_users, "on the days of the flight ")
@@ -179,18 +179,18 @@ class Forecaster:
         return Campaign(objective, request.bid, request.frequency_cap)
 
     def _flight(self, request: ForecastRequest) -> list[date]:
-        window = self.tables.window
+        window, logs_end = self.tables.window, self.tables.logs_end
         if request.first_day is None and request.last_day is None:
-            return days_after(window[-1], len(window))
+            return days_after(logs_end, len(window))
         if request.first_day is None or request.last_day is None:
             raise UserError("a flight needs a first and a last day")
         if request.last_day < request.first_day:
             raise UserError(f"the flight ends on {request.last_day}, before its first day")
-        if request.first_day <= window[-1]:
+        if request.first_day <= logs_end:
             raise UserError(f"the flight begins on {request.first_day}; the logs already have it")
-        if (request.first_day - window[-1]).days > MAX_LEAD_DAYS:
+        if (request.first_day - logs_end).days > MAX_LEAD_DAYS:
             raise UserError(
-                f"the flight begins on {request.first_day}, the logs end on {window[-1]}: supply "
+                f"the flight begins on {request.first_day}, the logs end on {logs_end}: supply "
                 f"is forecast for flights that begin at most {MAX_LEAD_DAYS} days later"
             )
         number = (request.last_day - request.first_day).days + 1
@@ -218,13 +218,13 @@ class Forecaster:
         ratio = float(found.impressions.sum()) / base if base else 1.0
         return SupplyGrowth(ratio, found.relative_error, found.backtest is not None)
 
-    def _noise_source(self, targeting: Targeting, in_window: SampleSums) -> NoiseSource:
-        """The noise of a segment: the same however its targeting is written."""
-        box = targeting.box()
-        identity: object = in_window.key
-        if box is not None:
-            identity = sorted((name, sorted(map(str, allowed))) for name, allowed in box.items())
-        segment = f"{self.tables.versions['forecast_sample']} {identity}"
+    def _noise_source(self, targeting: Targeting) -> NoiseSource:
+        """The noise of a segment: the same however its targeting is written.
+
+        Targetings that are not equivalent have noise of their own even if they select the same
+        users, so that equal answers do not reveal that a condition selects nobody else.
+        """
+        segment = f"{self.tables.versions['forecast_sample']} {targeting.canonical_form()}"
         return NoiseSource(segment, min(NOISE_USERS, NOISE_SHARE * self._min_users))
 
     def _notes(
@@ -287,6 +287,10 @@ class Forecaster:
             for k, name in enumerate(self.spec.objectives)
         }
         paid, bought = expansion.rounded_volume(won, SPEND, free), events[campaign.objective].value
+        if request.budget is not None:
+            paid = paid.at_most(
+                Interval(value=request.budget, low=request.budget, high=request.budget)
+            )
         event = SPEND + 1 + list(events).index(campaign.objective)
         reach = expansion.users(won, free).at_most(
             expansion.users(expansion.in_flight, expansion.in_flight)

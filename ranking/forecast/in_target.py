@@ -1,12 +1,13 @@
 """In-target rates and reach: users of a segment who truly are of the wanted classes, by audits."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from etl.errors import UserError
 from ranking.forecast.schemas import Interval
+from ranking.forecast.sums import Estimate
 from ranking.forecast.tables import ForecastTables
 from ranking.forecast.targeting import Targeting
 
@@ -37,14 +38,27 @@ def in_target_rate(
     if not all(label in by_class[class_] for class_ in classes for label in labels):
         raise UserError(f"too few impressions have these labels of {name} to say how good they are")
     sizes = np.array([tables.model.users.expected({name: frozenset({x})}) for x in labels])
-    rates = [
-        [sum(getattr(by_class[c][label], bound) for c in classes) for label in labels]
+    rates = [_rate_of_classes(by_class, set(classes), label) for label in labels]
+    value, low, high = (
+        float(sizes @ [getattr(rate, bound) for rate in rates] / sizes.sum())
         for bound in ("value", "low", "high")
-    ]
-    value, low, high = (min(float(sizes @ rate / sizes.sum()), 1.0) for rate in rates)
+    )
     # The sizes are exact: more digits would reveal them.
     digits = 3 if sizes.sum() >= 1000 else 2
     return Interval(value=value, low=low, high=high).rounded(digits)
+
+
+def _rate_of_classes(
+    by_class: Mapping[str, Mapping[str, Estimate]], classes: set[str], label: str
+) -> Estimate:
+    """P(class in classes | label): bounded by those of its classes, and by those of all others."""
+    wanted = [by_class[name][label] for name in classes]
+    others = [rows[label] for name, rows in by_class.items() if name not in classes]
+    return Estimate(
+        min(sum(rate.value for rate in wanted), 1.0),
+        max(sum(rate.low for rate in wanted), 1.0 - sum(rate.high for rate in others)),
+        min(sum(rate.high for rate in wanted), 1.0 - sum(rate.low for rate in others)),
+    )
 
 
 def in_target_users(users: Interval, rate: Interval) -> Interval:

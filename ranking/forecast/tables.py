@@ -55,6 +55,11 @@ class ForecastTables:
     precisions: Mapping[str, Mapping[str, Mapping[str, Estimate]]]
 
     @cached_property
+    def logs_end(self) -> date:
+        """The last day with logs: the window ends before it if later days are not scored yet."""
+        return max(self.window[-1], *(max(days) for days in self.supply.values() if days))
+
+    @cached_property
     def listed_values(self) -> Domain:
         """The values of each attribute that `min_users` users have, None for numbers.
 

@@ -28,6 +28,7 @@ from ranking.forecast.conditions import (
     possible_values,
     to_box,
 )
+from ranking.forecast.decision_diagram import Diagram, canonical_form
 
 MAX_LENGTH = 2000  # characters of a targeting
 MAX_DEPTH = 100  # of conditions within conditions, which are read recursively
@@ -81,6 +82,10 @@ class Targeting:
         if self.condition is None:
             return {}
         return to_box(self.condition, self.domain)
+
+    def canonical_form(self) -> Diagram:
+        """What is equal for equivalent targetings only."""
+        return canonical_form(self.condition, self.domain)
 
     def _to_sql(self, condition: Condition, parameters: list[float]) -> str:
         if isinstance(condition, Junction):

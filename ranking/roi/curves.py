@@ -217,7 +217,7 @@ class _MixedModel:
         # Curve = x (fixed) + random, where the fixed effects also move the mean of random.
         on_curve = np.einsum("ij,cp->cijp", np.eye(2), self.x).reshape(count, 2, p2)
         through = on_curve - np.einsum("cij,caj->cia", inner, cross)
-        self.own_covariance = inner
+        self.own_covariance = np.asarray(inner, dtype=np.float64)
         self.shared_factor = np.asarray(
             through @ np.linalg.cholesky(fixed_covariance), dtype=np.float64
         )

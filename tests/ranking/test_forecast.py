@@ -226,8 +226,10 @@ def test_an_in_target_rate_is_that_of_the_labels_weighted_by_their_users(
     complete_world: World,
 ) -> None:
     """The labels are those of `tier`, as if a data provider gave them."""
+    young = {f"tier{k:02d}": Estimate(0.1 * k + 0.1, 0.1 * k, 0.1 * k + 0.2) for k in range(4)}
     precision = {
-        "young": {f"tier{k:02d}": Estimate(0.1 * k + 0.1, 0.1 * k, 0.1 * k + 0.2) for k in range(4)}
+        "young": young,
+        "old": {name: Estimate(1 - x.value, 1 - x.high, 1 - x.low) for name, x in young.items()},
     }
     measured = replace(
         complete_world.forecaster,
@@ -246,6 +248,9 @@ def test_an_in_target_rate_is_that_of_the_labels_weighted_by_their_users(
     ]
     assert rate.value == pytest.approx(sizes @ [0.1, 0.4] / sizes.sum(), abs=5e-4)
     assert rate.low < rate.value < rate.high
+    everyone = forecast("tier = 'tier01'", "young", "old")
+    assert everyone.in_target_rate == Interval(value=1.0, low=1.0, high=1.0)
+    assert everyone.users_in_target == everyone.users
     assert forecast("tier = 'tier01'").users_in_target is None
     _assert_is_share(both.users_in_target, both.users, rate)
     campaign = forecast("tier in ('tier00', 'tier03')", "young", goal="traffic", bid=1.0).campaign
@@ -253,7 +258,7 @@ def test_an_in_target_rate_is_that_of_the_labels_weighted_by_their_users(
     _assert_is_share(campaign.reach_in_target, campaign.reach, rate)
     for targeting, class_, message in (
         ("gender = 'gender00'", "young", "labels of one data provider"),
-        ("tier = 'tier01'", "old", "no audited class is called old"),
+        ("tier = 'tier01'", "child", "no audited class is called child"),
     ):
         with pytest.raises(UserError, match=message):
             forecast(targeting, class_)

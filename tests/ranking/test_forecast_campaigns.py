@@ -84,6 +84,7 @@ def test_a_budget_lowers_spend_to_it_and_keeps_more_reach_than_impressions(
     free = complete_world.forecast(goal="traffic", bid=0.3).campaign
     half = complete_world.forecast(goal="traffic", bid=0.3, budget=free.spend.value / 2).campaign
     assert half.spend.value == pytest.approx(free.spend.value / 2, rel=1e-3)
+    assert half.spend.low < half.spend.value <= half.spend.high <= free.spend.value / 2
     assert half.participation == pytest.approx(0.5, rel=1e-3)
     assert half.impressions.value == pytest.approx(free.impressions.value / 2, abs=1)
     assert 0.5 * free.reach.value < half.reach.value < free.reach.value

@@ -144,7 +144,10 @@ def test_no_interval_reveals_the_count_of_a_segment(complete_world: World) -> No
 
 
 def test_an_in_target_rate_does_not_reveal_a_single_user(complete_world: World) -> None:
-    precision = {"young": {f"tier{k:02d}": Estimate(*[0.1 * k + 0.1] * 3) for k in range(4)}}
+    precision = {
+        name: {f"tier{k:02d}": Estimate(*[abs(less - 0.1 * k - 0.1)] * 3) for k in range(4)}
+        for name, less in (("young", 0.0), ("old", 1.0))
+    }
     tables = replace(complete_world.tables, precisions={"tier": precision})
     text = "tier in ('tier00', 'tier01', 'tier03')"
     targeting, users = parse_targeting(text, tables.domain), tables.model.users
@@ -176,6 +179,41 @@ def test_the_noise_of_a_segment_cannot_be_drawn_again_or_divided_out(complete_wo
         assert campaign.reach.value == round(campaign.reach.value)
         factors.append(campaign.reach.value / truth - 1)
     assert np.ptp(factors) > 2 / truth  # more than rounding explains
+
+
+def test_equal_answers_do_not_reveal_that_a_condition_selects_nobody_else(
+    complete_world: World,
+) -> None:
+    """Combinations of values of one user or none, in addition to a large segment."""
+    rows, segment, equal = complete_world.sample, "age in ('age00', 'age01')", 0
+    users = rows.filter(pc.equal(rows["target_age"], "age03")).slice(0, 400).to_pylist()
+    answer = complete_world.forecast(targeting=segment)
+    for row in users[::20]:
+        known = " and ".join(
+            f"{name} = {row[f'target_{name}']!r}" for name in ("gender", "country", "interest")
+        )
+        for tier in ("tier00", "tier01", "tier02", "tier03"):
+            guess = f"{segment} or age = 'age03' and {known} and tier = '{tier}'"
+            guessed = complete_world.forecast(targeting=guess)
+            same_users = guessed.users.value == answer.users.value
+            equal += same_users and guessed.impressions.value == answer.impressions.value
+    assert equal <= 8  # of 80, by chance
+
+
+def test_equivalent_targetings_have_one_answer(complete_world: World) -> None:
+    """Also if they are not combinations of values."""
+    answers = [
+        complete_world.forecast(targeting=targeting)
+        for targeting in (
+            "age = 'age01' or tier = 'tier00' and signup_days < 50",
+            "not (age != 'age01' and not (signup_days < 50 and tier = 'tier00'))",
+            "age = 'age01' and hour < 9 or (tier = 'tier00' and signup_days < 30) or "
+            "age = 'age01' and hour >= 9 or "
+            "tier = 'tier00' and signup_days between 20 and 49.99 or "
+            "tier = 'tier00' and signup_days >= 49.99 and signup_days < 50",
+        )
+    ]
+    assert answers[0] == answers[1] == answers[2]
 
 
 @pytest.mark.parametrize("rest", ["", " and device = 'device00'"])  # with and without sketches

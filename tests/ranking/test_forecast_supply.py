@@ -1,5 +1,6 @@
 """The supply of a flight: weekdays and trend, surfaces, and days that stand for it."""
 
+import asyncio
 from dataclasses import replace
 from datetime import date, timedelta
 
@@ -8,6 +9,8 @@ import pytest
 
 from benchmarks.studies.forecast_world import sampled_days
 from etl.array_types import Float64
+from etl.errors import UserError
+from ranking.forecast.schemas import ForecastRequest
 from ranking.forecast.seasonality import days_after, forecast_days, similar_days
 from ranking.forecast.sums import Z95
 from ranking.forecast.targeting import parse_targeting
@@ -92,3 +95,20 @@ def test_a_flight_is_matched_with_days_of_its_weekdays() -> None:
     weekend = [date(2026, 3, 14), date(2026, 3, 15)]
     assert similar_days(weekend, window) == (date(2026, 3, 7), date(2026, 3, 8))
     assert similar_days(weekend, window[:3]) == (window[1], window[2])
+
+
+def test_a_flight_begins_after_the_logs_also_if_their_last_days_are_not_scored(
+    complete_world: World,
+) -> None:
+    tables = complete_world.tables
+    last = tables.window[-1]
+    supply = {
+        name: {**days, **dict.fromkeys(days_after(last, 3), 1000.0)}
+        for name, days in tables.supply.items()
+    }
+    later = replace(complete_world.forecaster, tables=replace(tables, supply=supply))
+    forecast = asyncio.run(later.forecast(ForecastRequest()))
+    assert forecast.first_day == last + timedelta(days=4)
+    request = ForecastRequest(first_day=last + timedelta(days=3), last_day=forecast.last_day)
+    with pytest.raises(UserError, match="the logs already have it"):
+        asyncio.run(later.forecast(request))

@@ -1,11 +1,14 @@
 """Targetings: which rows they select, and what is refused."""
 
+import itertools
+
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, reject
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from etl.errors import UserError
 from ranking.forecast.conditions import Domain, TargetingError
 from ranking.forecast.targeting import parse_targeting
 
@@ -169,3 +172,42 @@ def test_conditions_select_the_rows_that_python_selects(text: str) -> None:
         box = targeting.box()
         if box is not None:
             assert found == all(row[name] in allowed for name, allowed in box.items())
+
+
+def values_at_all_points(text: str) -> list[bool]:
+    """A targeting for each combination of values; numbers change it at whole ones only."""
+    code = compile(python_condition(text), "targeting", "eval")
+    days = [float("nan"), *np.arange(-0.5, 10, 0.5).tolist()]
+    points = itertools.product(["feed", "reels"], ["DE", "FR", "US"], range(24), days)
+    names = ("surface", "country", "hour", "signup_days")
+    return [bool(eval(code, {}, dict(zip(names, point, strict=True)))) for point in points]
+
+
+@settings(max_examples=50)
+@given(TREES, TREES)
+def test_targetings_have_one_canonical_form_if_they_are_equivalent_and_only_then(
+    first: str, second: str
+) -> None:
+    texts = (first, second, f"not (not ({first}) and not ({second}))", f"{second} or {first}")
+    try:
+        forms = [parse_targeting(text, DOMAIN).canonical_form() for text in texts]
+    except TargetingError as error:
+        if "contradicts itself" in str(error) or "no value of" in str(error):
+            reject()
+        raise
+    values = [values_at_all_points(text) for text in texts]
+    for (form, value), (other_form, other) in itertools.combinations(
+        zip(forms, values, strict=True), 2
+    ):
+        assert (form == other_form) == (value == other)
+
+
+def test_a_targeting_whose_canonical_form_is_too_large_is_refused() -> None:
+    names = [f"a{k}" for k in range(18)]
+    domain: Domain = {name: list("abcdefgh") for name in names}
+    odd = " or ".join(f"a{k} = 'a' and a{k + 9} = 'b'" for k in range(9))
+    more = " or ".join(f"a{k} = 'c' and a{17 - k} = 'd'" for k in range(9))
+    with pytest.raises(UserError, match="combines too many attributes by `or` and `not`"):
+        parse_targeting(
+            f"({odd} or {more}) and not (a0 = 'e' and a9 = 'f')", domain
+        ).canonical_form()
