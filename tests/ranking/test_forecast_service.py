@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
+import httpx
 import pyarrow as pa
 import pytest
 import yaml
@@ -28,7 +28,7 @@ from etl.tables.lake import Lake
 from gemline import main
 from ranking.forecast.app import ForecastService, create_app
 from ranking.forecast.forecaster import Forecaster
-from ranking.forecast.pool import WorkerPool
+from ranking.forecast.pool import WorkerPool, open_forecast
 from ranking.forecast.schemas import Forecast, ForecastRequest
 from ranking.forecast.shard import Query
 from ranking.forecast.sums import Estimate, SampleSums
@@ -43,6 +43,7 @@ from ranking.forecast.worker import WorkerSettings
 from ranking.report.forecasts import forecast_section
 from ranking.serving.auth import TOKENS_VARIABLE
 from ranking.serving.settings import LOOPBACK_HOSTS, ServiceLimits
+from tests.browser import BrowserPage, wait_for
 from tests.ranking.forecasts import SPEC, World
 from tests.ranking.served import free_port
 
@@ -417,28 +418,56 @@ def test_ask_prints_a_row_for_each_bid_or_a_line_of_json(
 
 @pytest.mark.proof
 def test_the_page_forecasts_in_a_browser(settings: WorkerSettings, tmp_path: Path) -> None:
+    """Values are chosen in the form, and a link with a targeting that is wrong shows why."""
     if shutil.which("chromium") is None:
         pytest.skip("no Chromium on this machine")
     port = free_port()
     flags = ["--spec", str(settings.spec), "--lake", settings.lake, "--port", str(port)]
-    command = [sys.executable, "-m", "gemline", "forecast", "serve", *flags]
-    service = subprocess.Popen(command)
+    service = subprocess.Popen([sys.executable, "-m", "gemline", "forecast", "serve", *flags])
     try:
-        page, deadline = "", time.monotonic() + 60
-        while 'id="curve"' not in page and time.monotonic() < deadline:
-            page = shown_page(port, tmp_path, {"targeting": THREE, **TRAFFIC})
-        assert 'id="curve"' in page and "<td>Impressions won</td>" in page
-        assert "character 11" in shown_page(port, tmp_path, {"targeting": "country = 'XX'"})
+        address = f"http://localhost:{port}"
+        wait_for(lambda: is_ready(address), 60)
+        with BrowserPage(f"{address}/", tmp_path / "form") as page:
+            page.wait_until("!!document.querySelector('select[name=age]')")
+            targeting = page.evaluate(CHOOSE_AGES)
+            assert targeting == "age in ('age00', 'age01')"
+            assert page.evaluate("document.getElementById('in_target').closest('label').hidden")
+            page.evaluate(SUBMIT)
+            page.wait_until("!!document.getElementById('curve')")
+            shown = page.evaluate("document.getElementById('result').innerText")
+            request = ForecastRequest(targeting=targeting, goal="traffic", bid=0.3)
+            expected = Forecaster(*open_forecast(lake_of(settings))).forecast(request)
+            users = asyncio.run(expected).users
+            assert f"{users.value:,.0f}\t{users.low:,.0f} to {users.high:,.0f}" in shown
+            assert "Impressions won" in shown
+        with BrowserPage(f"{address}/?targeting=country%20=%20'XX'", tmp_path / "link") as page:
+            page.wait_until(
+                "document.getElementById('error')?.textContent.includes('character 11')"
+            )
     finally:
         service.terminate()
         service.wait()
 
 
-def shown_page(port: int, profile: Path, fields: dict[str, object]) -> str:
-    """The page as Chromium shows it once its scripts have run."""
-    command = [
-        *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
-        *(f"--user-data-dir={profile}", "--virtual-time-budget=8000"),
-        f"http://localhost:{port}/?{urlencode(fields)}",
-    ]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+CHOOSE_AGES = """(() => {
+  const select = document.querySelector("select[name=age]")
+  for (const option of select.options) option.selected = ["age00", "age01"].includes(option.value)
+  select.dispatchEvent(new Event("change"))
+  return document.getElementById("targeting").value
+})()"""
+SUBMIT = """(() => {
+  document.getElementById("goal").value = "traffic"
+  document.getElementById("bid").value = 0.3
+  document.querySelector("button").click()
+})()"""
+
+
+def is_ready(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def lake_of(settings: WorkerSettings) -> Lake:
+    return Lake(settings.lake, load_spec(settings.spec))
