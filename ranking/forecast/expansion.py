@@ -114,10 +114,12 @@ class SampleExpansion:
     def cost(self, value: float, sums: SampleSums, quantity: int, counted: SampleSums) -> Interval:
         """What an event costs, with its interval, in four digits.
 
-        By the delta method: size and supply divide out; spend and events of an impression are taken
-        to vary on their own, which makes the interval too wide rather than too narrow.
+        By the delta method: size and supply divide out.
         """
-        relative = sum(_own_variance(sums, of, self.in_flight) for of in (SPEND, quantity))
+        spend, events = (max(float(sums.totals[of]), 1e-300) for of in (SPEND, quantity))
+        variances, covariance = sums.variances(), sums.spend_covariances()[quantity]
+        relative = variances[SPEND] / spend**2 + variances[quantity] / events**2
+        relative = max(relative - 2.0 * covariance / (spend * events), 0.0)
         relative += 2.0 * self.noise.relative_variance(self.answered_users(counted))
         found = to_interval(gamma_estimate(value, relative * value**2))
         return found.rounded(3 - math.floor(math.log10(value))) if value > 0 else found

@@ -109,10 +109,13 @@ class Shard:
         quantities = self._quantities(users, query.campaign)
         weights = self.weights[users["user_index"]]
         weighted = quantities * weights
+        spend = quantities[SPEND] * weights if query.campaign else np.zeros_like(weights)
         return SampleSums(
             weighted.sum(1),
             (weighted**2).sum(1),
             (weighted * quantities).sum(1),
+            (weighted * spend).sum(1),
+            (quantities * spend).sum(1),
             quantities.max(1, initial=0.0),
             users=len(weights),
             key=int(np.bitwise_xor.reduce(self.user_keys[users["user_index"]], initial=0)),

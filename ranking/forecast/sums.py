@@ -6,7 +6,8 @@ A user u is in the sample with probability pi_u, independently of the others. Fo
     variance  V  = sum (1 - pi) y^2 / pi^2 = sum y^2 / pi^2 - sum y^2 / pi
 
 A shard of W that does not answer leaves a sample with probabilities pi (W - 1) / W, because users
-are spread over the shards by a hash: the same formulas hold, with wider intervals. Q quantities.
+are spread over the shards by a hash: the same formulas hold, with wider intervals. Covariances of
+two quantities are estimated likewise, with y z in the place of y^2. Q quantities.
 """
 
 import math
@@ -29,6 +30,8 @@ class SampleSums:
         totals: sum y / pi (Q).
         squares: sum y^2 / pi^2 (Q).
         damped_squares: sum y^2 / pi (Q).
+        spend_products: sum y s / pi^2 (Q), where s is the spend on a user; 0 without a campaign.
+        damped_spend_products: sum y s / pi (Q).
         largest: The largest y of a user (Q).
         users: The number of sampled users.
         key: A hash of the set of these users.
@@ -38,6 +41,8 @@ class SampleSums:
     totals: Float64
     squares: Float64
     damped_squares: Float64
+    spend_products: Float64
+    damped_spend_products: Float64
     largest: Float64
     users: int
     key: int
@@ -48,6 +53,8 @@ class SampleSums:
             self.totals + other.totals,
             self.squares + other.squares,
             self.damped_squares + other.damped_squares,
+            self.spend_products + other.spend_products,
+            self.damped_spend_products + other.damped_spend_products,
             np.maximum(self.largest, other.largest),
             self.users + other.users,
             self.key ^ other.key,
@@ -56,6 +63,10 @@ class SampleSums:
     def variances(self) -> Float64:
         """The estimated variances (Q) of the totals."""
         return np.maximum(self.squares - self.damped_squares, 0.0)
+
+    def spend_covariances(self) -> Float64:
+        """The estimated covariances (Q) of the totals with the total spend."""
+        return self.spend_products - self.damped_spend_products
 
     def weight(self, quantity: int) -> float:
         """The weight of a typical unit: the variance over the mean of a Poisson total."""
@@ -71,6 +82,8 @@ def combine_shards(parts: Sequence[SampleSums], num_shards: int) -> SampleSums:
         found.totals * ratio,
         found.squares * ratio**2,
         found.damped_squares * ratio,
+        found.spend_products * ratio**2,
+        found.damped_spend_products * ratio,
         found.largest,
         found.users,
         found.key,

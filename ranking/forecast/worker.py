@@ -36,14 +36,24 @@ class SumsMessage(StrictModel):
     totals: list[float]
     squares: list[float]
     damped_squares: list[float]
+    spend_products: list[float]
+    damped_spend_products: list[float]
     largest: list[float]
     users: int
     key: int
 
     def to_sums(self) -> SampleSums:
         """The sums as arrays."""
-        totals, squares, damped = map(np.array, (self.totals, self.squares, self.damped_squares))
-        return SampleSums(totals, squares, damped, np.array(self.largest), self.users, self.key)
+        return SampleSums(
+            np.array(self.totals),
+            np.array(self.squares),
+            np.array(self.damped_squares),
+            np.array(self.spend_products),
+            np.array(self.damped_spend_products),
+            np.array(self.largest),
+            self.users,
+            self.key,
+        )
 
     @classmethod
     def of(cls, sums: SampleSums) -> "SumsMessage":
@@ -52,6 +62,8 @@ class SumsMessage(StrictModel):
             totals=sums.totals.tolist(),
             squares=sums.squares.tolist(),
             damped_squares=sums.damped_squares.tolist(),
+            spend_products=sums.spend_products.tolist(),
+            damped_spend_products=sums.damped_spend_products.tolist(),
             largest=sums.largest.tolist(),
             users=sums.users,
             key=sums.key,

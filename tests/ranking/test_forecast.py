@@ -75,7 +75,7 @@ def test_totals_and_variances_are_unbiased_also_when_a_shard_is_lost() -> None:
     rng = np.random.default_rng(1)
     quantity, probability = rng.lognormal(0, 1, 300), rng.uniform(0.2, 1, 300)
     for lost in (0, 1):
-        totals, variances = [], []
+        totals, variances, spends, covariances = [], [], [], []
         for _ in range(4000):
             shard = rng.integers(0, 4, 300)
             chosen = rng.random(300) < probability
@@ -86,18 +86,29 @@ def test_totals_and_variances_are_unbiased_also_when_a_shard_is_lost() -> None:
             found = combine_shards(parts, 4)
             totals.append(found.totals[0])
             variances.append(found.variances()[0])
+            spends.append(found.totals[1])
+            covariances.append(found.spend_covariances()[0])
             assert found.answered == (4 - lost) / 4
         error = np.std(totals) / np.sqrt(len(totals))
         assert abs(np.mean(totals) - quantity.sum()) < 4 * error
         assert np.mean(variances) == pytest.approx(np.var(totals), rel=0.1)
+        assert np.mean(covariances) == pytest.approx(np.cov(totals, spends)[0, 1], rel=0.1)
 
 
 def sums_of(quantity: Any, probability: Any) -> SampleSums:
-    weighted = quantity / probability
-    total, square, damped = (
-        np.array([column.sum()]) for column in (weighted, weighted**2, weighted * quantity)
+    """Sums of a quantity, and of its square root in the place of the spend."""
+    quantities = np.stack([quantity, np.sqrt(quantity)])
+    weighted = quantities / probability
+    return SampleSums(
+        weighted.sum(1),
+        (weighted**2).sum(1),
+        (weighted * quantities).sum(1),
+        (weighted * weighted[1]).sum(1),
+        (weighted * quantities[1]).sum(1),
+        quantities.max(1),
+        len(quantity),
+        0,
     )
-    return SampleSums(total, square, damped, np.array([quantity.max()]), len(quantity), 0)
 
 
 @pytest.mark.parametrize("shape", [0.5, 3.0, 40.0])

@@ -11,13 +11,14 @@ import pyarrow as pa
 import pytest
 from datasketches import update_theta_sketch
 
+from benchmarks.studies.forecast_world import draw_boxes
 from etl.errors import UserError
 from ranking.forecast.reach import UserSketches
 from ranking.forecast.schemas import ForecastRequest
 from ranking.forecast.shard import IMPRESSIONS, SPEND, Campaign, Query, Shard
 from ranking.scoring.auction import Auction
 from tests.ranking.auctions import bids_of, scores_of
-from tests.ranking.forecasts import EVERYTHING, SPEC, World
+from tests.ranking.forecasts import EVERYTHING, SPEC, World, text_of
 
 
 def test_a_campaign_wins_and_pays_as_in_an_auction_that_it_enters(complete_world: World) -> None:
@@ -88,6 +89,26 @@ def test_a_budget_lowers_spend_to_it_and_keeps_more_reach_than_impressions(
     assert half.participation == pytest.approx(0.5, rel=1e-3)
     assert half.impressions.value == pytest.approx(free.impressions.value / 2, abs=1)
     assert 0.5 * free.reach.value < half.reach.value < free.reach.value
+
+
+def test_intervals_of_campaigns_cover_what_all_users_bring() -> None:
+    """Reach, and the cost per click, of which spend and clicks vary together."""
+    covered: dict[str, list[bool]] = {"reach": [], "cost": []}
+    for seed in range(3):
+        sampled, everyone = World(seed, 3000), World(seed, EVERYTHING)
+        for box in draw_boxes(np.random.default_rng(seed), 150):
+            request = {"targeting": text_of(box), "goal": "traffic", "bid": 0.2}
+            try:
+                found, truth = (w.forecast(**request).campaign for w in (sampled, everyone))
+            except UserError:  # too few users
+                continue
+            if found is None or truth is None or truth.reach.value < 100:
+                continue
+            covered["reach"].append(found.reach.low <= truth.reach.value <= found.reach.high)
+            cost = truth.cost_per_event.value
+            covered["cost"].append(found.cost_per_event.low <= cost <= found.cost_per_event.high)
+    assert len(covered["cost"]) > 100
+    assert all(np.mean(values) > 0.9 for values in covered.values()), covered
 
 
 def test_the_interval_of_the_cost_per_event_covers_that_of_all_users() -> None:
