@@ -16,6 +16,7 @@ import pyarrow as pa
 from benchmarks.harness import SIMULATOR_SPEC
 from etl.array_types import Float64, Int64
 from etl.cli.runner import read_yaml_mapping
+from etl.spec.load import sort_keys
 from etl.spec.model import DataSpec
 from ranking.forecast.conditions import Box
 
@@ -55,7 +56,7 @@ def world_spec(sample_rows: int, min_users: int = 50) -> DataSpec:
         "sample_rows": sample_rows,
         "min_users": min_users,
     }
-    return DataSpec.model_validate(spec)
+    return DataSpec.model_validate(sort_keys(spec))  # as the workers load it
 
 
 @dataclass(frozen=True)

@@ -42,16 +42,16 @@ def load_spec(path: Path) -> DataSpec:
             f"{path}: a spec must be a mapping; see docs/guides/your-logs.md for a worked example"
         )
     try:
-        return DataSpec.model_validate(_sort_keys(raw), context=declared_names(raw))
+        return DataSpec.model_validate(sort_keys(raw), context=declared_names(raw))
     except ValidationError as error:
         raise UserError("\n".join(format_errors(path, root, error))) from None
 
 
-def _sort_keys(value: Any) -> Any:
+def sort_keys(value: Any) -> Any:
     """The same value with the keys of all mappings sorted."""
     if not isinstance(value, dict):
         return value
-    return {key: _sort_keys(value[key]) for key in sorted(value, key=str)}
+    return {key: sort_keys(value[key]) for key in sorted(value, key=str)}
 
 
 def duplicate_keys(node: yaml.Node | None) -> Iterator[tuple[str, int]]:

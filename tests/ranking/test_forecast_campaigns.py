@@ -146,7 +146,7 @@ def test_notes_name_answers_of_the_model_and_sketches_that_contradict_the_sample
     ("fields", "message"),
     [
         ({"bid": 0.1}, "needs a bid and a goal"),
-        ({"goal": "fame", "bid": 0.1}, "known: awareness, traffic, sales"),
+        ({"goal": "fame", "bid": 0.1}, "known: awareness, sales, traffic"),
         ({"budget": 5.0}, "needs a bid and a goal"),
         ({"first_day": "2026-03-08", "last_day": "2026-03-09"}, "the logs already have it"),
         ({"first_day": "2026-03-10", "last_day": "2026-03-09"}, "before its first day"),
