@@ -31,7 +31,7 @@ def audience_steps(
         Step(
             "audience_quality",
             "torch",
-            ("audience", "fit", *flags, *data_until),
+            ("audience", "fit", *flags, *data_until, "--skip-unidentified"),
             AUDIENCE_TABLES,
             ("audience_quality",),
         ),

@@ -77,16 +77,19 @@ def audience_quality(_spec: DataSpec) -> TableSchema:
     """How good a label of a provider is for a class, estimated from the audits until `day`.
 
     `precision` is P(class | label) with its 95 % interval (`low`, `high`), `lift` its ratio to
-    P(class), `impressions` how many the label covers, `coverage` the share of impressions whose
-    users the provider knows, and `information` the provider's I(label; class) / H(class).
+    P(class) among all impressions of the window, `impressions` how many the label covers,
+    `coverage` the share of impressions whose users the provider knows, and `information` the
+    provider's I(label; class) / H(class). `prior_weight` is 0 where the audits decide `precision`,
+    and 1 where the prior of the model does.
     """
+    figures = ("precision", "low", "high", "lift", "coverage", "information", "prior_weight")
     columns = {
         "audience": "string",
         "provider": "string",
         "label": "string",
         "true_class": "string",
         "impressions": "bigint",
-        **dict.fromkeys(("precision", "low", "high", "lift", "coverage", "information"), "double"),
+        **dict.fromkeys(figures, "double"),
         "day": "date",
     }
     order = ("audience", "provider", "label", "true_class")

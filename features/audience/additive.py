@@ -22,6 +22,7 @@ import numpy as np
 
 from etl.array_types import Float64, Int64
 from etl.errors import UserError
+from etl.spec.sections import UNKNOWN_LABEL
 
 RIDGE = 0.1  # precision of the normal prior of each coefficient; with 1, intervals cover too little
 NORMAL_95 = 1.959964  # standard errors on each side of a 95 % interval
@@ -71,6 +72,19 @@ class CampaignAudits:
         ):
             _require_distinct(provider, names, self.mixtures @ self.one_hot_labels(position))
 
+    def identified_directions(self, impressions: Float64) -> tuple[int, int]:
+        """How many directions of the coefficients the audits identify, and of how many.
+
+        All directions are those that change the log-odds of some of the impressions (n): labels of
+        a provider that repeats another one add none. The prior decides along the others.
+        """
+        weights = np.sqrt(impressions / impressions.sum())[:, None]
+        _, scales, directions = np.linalg.svd(weights * self.design, full_matrices=False)
+        is_seen = scales > scales[0] / MAX_CONDITION
+        unit = directions[is_seen].T / scales[is_seen]  # log-odds of root mean square 1
+        by_campaign = np.linalg.svd(self.mixtures @ self.design @ unit, compute_uv=False)
+        return int((by_campaign > by_campaign[0] / MAX_CONDITION).sum()), int(is_seen.sum())
+
 
 def _require_distinct(provider: str, names: tuple[str, ...], shares: Float64) -> None:
     """Raises UserError if the shares (C, labels) of campaigns are too similar."""
@@ -78,9 +92,12 @@ def _require_distinct(provider: str, names: tuple[str, ...], shares: Float64) ->
     names = tuple(name for name, reached in zip(names, is_reached, strict=True) if reached)
     shares = shares[:, is_reached]  # labels that no campaign reached are left to the prior
     if shares.shape[1] == 1:
+        label = names[0]
+        wanted = "whom it labels" if label == UNKNOWN_LABEL else f"with labels other than {label}"
         raise UserError(
-            f"provider {provider} gave all people of the audited campaigns the label {names[0]}: "
-            "check its labels, or remove it from the spec"
+            f"provider {provider} gave all people of the audited campaigns the label {label}, so "
+            f"that nobody audited it: audit a campaign that reaches people {wanted}, or remove it "
+            "from the audience's providers"
         )
     if len(shares) < shares.shape[1]:
         raise UserError(
@@ -104,11 +121,16 @@ def _require_distinct(provider: str, names: tuple[str, ...], shares: Float64) ->
 
 @dataclass(frozen=True)
 class RateEstimate:
-    """Estimated probabilities with their 95 % intervals, arrays of one shape."""
+    """Estimated probabilities with their 95 % intervals, arrays of one shape.
+
+    `prior_weight` is the variance of an estimate over that before the audits, on the logit: 0 where
+    the audits decide, 1 where the prior does.
+    """
 
     value: Float64
     low: Float64
     high: Float64
+    prior_weight: Float64
 
 
 @dataclass(frozen=True)
@@ -145,7 +167,8 @@ class AdditiveModel:
         logit = np.log(value / (1 - value))
         error = NORMAL_95 * np.sqrt(variance) / (value * (1 - value))
         low, high = (1 / (1 + np.exp(-(logit + sign * error))) for sign in (-1, 1))
-        return RateEstimate(weights @ rates, low, high)
+        of_prior = np.maximum((gradient**2).sum(1) / RIDGE, 1e-300)
+        return RateEstimate(weights @ rates, low, high, variance / of_prior)
 
     def confusion(self, provider: int, impressions: Float64) -> RateEstimate:
         """P(class | label) (labels, K) of a provider, over impressions (n) by combination."""
@@ -155,7 +178,7 @@ class AdditiveModel:
         return RateEstimate(
             *(
                 np.stack([getattr(column, name) for column in columns], 1)
-                for name in ("value", "low", "high")
+                for name in ("value", "low", "high", "prior_weight")
             )
         )
 

@@ -38,36 +38,46 @@ def count(args: RawArgs) -> None:
     print_counts("audience", loaded | count_audiences(lake, args.day_range))
 
 
-class FitArgs(LakeArgs):
-    """Arguments of `audience fit`."""
+class AuditArgs(LakeArgs):
+    """Arguments of a command that reads audits."""
 
     data_until: Annotated[date, tyro.conf.arg(help="last day of the audits and impressions")]
 
 
+class FitArgs(AuditArgs):
+    """Arguments of `audience fit`."""
+
+    skip_unidentified: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="leave out audiences whose audits do not suffice, as the pipeline does, instead "
+            "of writing nothing and exiting with 2"
+        ),
+    ] = False
+
+
 @holds_leases("audience")
 def fit(args: FitArgs) -> None:
-    """Estimate how good each provider's labels are, from the audits of the spec's window.
-
-    An audience whose audits do not suffice yet is reported and left out, so that a daily run goes
-    on.
-    """
+    """Estimate how good each provider's labels are, from the audits of the spec's window."""
     from features.audience.estimate import AudienceFit, fit_audience, write_quality
 
     names, lake = _require_audiences(args), args.open_lake()
     fits: dict[str, AudienceFit] = {}
+    refusals = []
     for name in names:
         try:
-            found, reason = fit_audience(lake, name, args.data_until), "there are no audits"
+            fits[name] = fit_audience(lake, name, args.data_until)
         except UserError as error:
-            found, reason = None, str(error)
-        if found is None:
-            print(f"audience {name} is not estimated until {args.data_until}: {reason}")
-        else:
-            fits[name] = found
+            refusals.append(str(error))
+    if refusals and not args.skip_unidentified:
+        raise UserError("\n".join(refusals))
+    notes = [f"audience {name}: {note}" for name, found in fits.items() for note in found.notes]
+    for line in (*refusals, *notes):
+        print(f"note: {line}")
     print_counts("audience", {"audience_quality": write_quality(lake, fits, args.data_until)})
 
 
-class ChooseArgs(FitArgs):
+class ChooseArgs(AuditArgs):
     """Arguments of `audience choose`."""
 
     audience: Annotated[str, tyro.conf.arg(help="one of the spec's audiences")]
@@ -85,15 +95,14 @@ def choose(args: ChooseArgs) -> None:
     if args.audience not in names:
         raise UserError(f"no audience is called {args.audience}; known: {', '.join(names)}")
     found = fit_audience(args.open_lake(), args.audience, args.data_until)
-    if found is None:
-        raise UserError(f"audience {args.audience} has no audits until {args.data_until}")
     columns = found.target_columns(args.target)
     supply = Supply(found.impressions, found.users, found.spec.min_count)
     purchases = rank_purchases(found.model, supply, columns, args.impressions)
-    everyone = float(found.model.audits.prior[columns].sum())
+    everyone = float(found.class_shares[columns].sum())
     if args.as_json:
         rows = [vars(purchase) for purchase in purchases]
-        print(json.dumps({"rate_of_everyone": everyone, "purchases": rows}))
+        answer = {"rate_of_everyone": everyone, "purchases": rows, "notes": found.notes}
+        print(json.dumps(answer))
         return
     table = Table("provider", "labels", "impressions", "in-target rate [95 %]", "lift")
     for purchase in purchases:
@@ -105,7 +114,9 @@ def choose(args: ChooseArgs) -> None:
             f"{purchase.rate / everyone:.2f}",
         )
     Console().print(table)
-    print(f"in-target rate of all audited impressions: {everyone:.3f}")
+    print(f"in-target rate of all impressions: {everyone:.3f}")
+    for note in found.notes:
+        print(f"note: {note}")
 
 
 COMMANDS = {"audience": {"count": count, "fit": fit, "choose": choose}}

@@ -16,7 +16,7 @@ from etl.spec.units import DAY, date_range
 from etl.tables import arrow, audience_schemas
 from etl.tables.lake import Lake, arrow_schema
 from etl.tables.table_schema import TableSchema
-from features.audience.additive import AdditiveModel, CampaignAudits, RateEstimate, fit_additive
+from features.audience.additive import AdditiveModel, CampaignAudits, fit_additive
 from features.audience.quality import normalized_information
 
 
@@ -32,6 +32,25 @@ class AudienceFit:
     impressions: Float64
     users: Float64
 
+    @property
+    def class_shares(self) -> Float64:
+        """P(class) (K) among all impressions of the window, as the model estimates them."""
+        shares = self.impressions @ self.model.class_probabilities() / self.impressions.sum()
+        return np.asarray(shares)
+
+    @property
+    def notes(self) -> list[str]:
+        """What limits the estimates: coefficients that the prior decides, not the audits."""
+        identified, total = self.model.audits.identified_directions(self.impressions)
+        if identified == total:
+            return []
+        return [
+            f"the {len(self.model.audits.mixtures)} audited campaigns identify {identified} of "
+            f"{total} directions of the coefficients of all providers together, and the prior "
+            f"decides the others (prior_weight of audience_quality): audit {total - identified} "
+            "or more campaigns with other labels"
+        ]
+
     def target_columns(self, target: Sequence[str]) -> list[int]:
         """The columns of the classes in a target; raises UserError if there are others, or none."""
         unknown = sorted(set(target) - set(self.spec.classes))
@@ -42,17 +61,20 @@ class AudienceFit:
         return [self.spec.classes.index(name) for name in dict.fromkeys(target)]
 
 
-def fit_audience(lake: Lake, name: str, until: date) -> AudienceFit | None:
-    """Fit P(class | labels) of an audience to the audits of its window; None without audits.
+def fit_audience(lake: Lake, name: str, until: date) -> AudienceFit:
+    """Fit P(class | labels) of an audience to the audits of its window.
 
     Raises:
-        UserError: The audits cannot tell the labels of a provider apart, or are too small, or none
-            is of a campaign in the logs.
+        UserError: There are no audits, or they cannot tell the labels of a provider apart, or are
+            too small, or none is of a campaign in the logs.
     """
     spec = lake.spec.audiences[name]
     audits = _read_window(lake, audience_schemas.audits(lake.spec), name, until)
     if not audits.num_rows:
-        return None
+        raise UserError(
+            f"audience {name} has no audits until {until} in its window: load an auditor's reports "
+            "with `gemline audience count`"
+        )
     counts = _read_window(lake, audience_schemas.audience_counts(lake.spec), name, until)
     labels, combination = _combinations(counts, len(spec.providers))
     counts = counts.drop_columns(["labels"]).append_column("combination", pa.array(combination))
@@ -74,9 +96,12 @@ def fit_audience(lake: Lake, name: str, until: date) -> AudienceFit | None:
     totals = mixtures.sum(1, keepdims=True)
     mixtures /= totals
     audited *= users.sum(1, keepdims=True) / totals  # impressions of one user are one observation
-    model = fit_additive(
-        CampaignAudits(spec.providers, label_names, label_index, mixtures, audited)
-    )
+    try:
+        model = fit_additive(
+            CampaignAudits(spec.providers, label_names, label_index, mixtures, audited)
+        )
+    except UserError as error:
+        raise UserError(f"audience {name} cannot be estimated until {until}: {error}") from None
     totals_by_combination = (
         np.bincount(combination, counts[column].to_numpy(), len(labels)).astype(float)
         for column in ("impressions", "users")
@@ -179,6 +204,7 @@ def quality_rows(name: str, fit: AudienceFit, until: date) -> list[dict[str, obj
     rows: list[dict[str, object]] = []
     for position, provider in enumerate(fit.spec.providers):
         confusion = fit.model.confusion(position, fit.impressions)
+        lift = confusion.value / fit.class_shares
         one_hot = fit.model.audits.one_hot_labels(position)
         by_label, users = one_hot.T @ fit.impressions, one_hot.T @ fit.users
         labels = fit.model.audits.label_names[position]
@@ -192,23 +218,17 @@ def quality_rows(name: str, fit: AudienceFit, until: date) -> list[dict[str, obj
         }
         for a, label in enumerate(labels):
             if users[a] >= fit.spec.min_count:
-                rows += [shared | row for row in _label_rows(fit, confusion, a, label, by_label[a])]
+                of_label = shared | {"label": label, "impressions": int(by_label[a])}
+                rows += [
+                    of_label
+                    | {
+                        "true_class": true_class,
+                        "precision": float(confusion.value[a, k]),
+                        "low": float(confusion.low[a, k]),
+                        "high": float(confusion.high[a, k]),
+                        "lift": float(lift[a, k]),
+                        "prior_weight": float(confusion.prior_weight[a, k]),
+                    }
+                    for k, true_class in enumerate(fit.spec.classes)
+                ]
     return rows
-
-
-def _label_rows(
-    fit: AudienceFit, confusion: RateEstimate, a: int, label: str, impressions: float
-) -> list[dict[str, object]]:
-    prior = fit.model.audits.prior
-    return [
-        {
-            "label": label,
-            "true_class": true_class,
-            "impressions": int(impressions),
-            "precision": float(confusion.value[a, k]),
-            "low": float(confusion.low[a, k]),
-            "high": float(confusion.high[a, k]),
-            "lift": float(confusion.value[a, k] / prior[k]),
-        }
-        for k, true_class in enumerate(fit.spec.classes)
-    ]

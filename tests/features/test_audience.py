@@ -157,6 +157,26 @@ def test_a_provider_that_repeats_another_adds_no_certainty() -> None:
     )
 
 
+def test_a_provider_that_repeats_another_needs_no_further_campaigns() -> None:
+    """Ten directions for three providers of four labels, also if one is there twice."""
+    users = Users(3)
+    audits = users.audits(campaigns=40, audited=1000)
+    twice = replace(
+        audits,
+        providers=(*PROVIDERS, "again"),
+        label_names=(LABELS,) * 4,
+        labels=np.concatenate((audits.labels, audits.labels[:, :1]), 1),
+    )
+    for given, found in ((audits, 10), (twice, 10)):
+        assert given.identified_directions(users.impressions) == (found, 10)
+    few = replace(twice, mixtures=twice.mixtures[:6], audited=twice.audited[:6])
+    assert few.identified_directions(users.impressions) == (6, 10)
+    weights = [
+        fit_additive(given).confusion(0, users.impressions).prior_weight for given in (twice, few)
+    ]
+    assert weights[0].max() < 0.01 and weights[1].max() > 0.02
+
+
 def test_labels_that_no_campaign_distinguishes_are_refused() -> None:
     users = Users(4)
     audits = users.audits(campaigns=30, audited=400)
@@ -273,6 +293,6 @@ def test_days_of_a_campaign_count_as_their_panels(tmp_path: Path, lake_spec: Dat
         table = pa.Table.from_pylist(rows, schema=arrow_schema(schema))
         arrow.replace_rows(lake, schema, table, "day IS NOT NULL", {})
     fit = fit_audience(lake, "age", date(2026, 1, 2))
-    assert fit is not None and fit.model.audits.label_names == (("x", "y"),)
+    assert fit.model.audits.label_names == (("x", "y"),)
     found = fit.model.confusion(0, fit.impressions).value[:, 0]
     np.testing.assert_allclose(found, [rates["x"], rates["y"]], atol=0.04)

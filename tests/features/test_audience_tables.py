@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import yaml
 from pyspark.sql import SparkSession
 
 from etl.reports import AUDIENCE_REPORTS, load_reports
@@ -169,6 +170,22 @@ def test_wrong_audits_are_refused_and_nothing_is_written(
     assert versions == [
         lake.version(schema(lake.spec).name) for schema in audience_schemas.AUDIENCE_SCHEMAS[:3]
     ]
+
+
+def test_the_command_refuses_shares_that_do_not_sum_to_one(
+    own: Lake, tmp_path: Path, spark: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(yaml.safe_dump(uncompressed(own).spec.model_dump(mode="json")))
+    audit = {"campaign": "b1", "age_band": "18-24", "share": 0.4, "panel": 50, "day": FIRST}
+    raw = write_raw(tmp_path / "raw", [FIRST], audits=[audit])
+    names = ("audience_labels", "audits", "audience_counts", "quarantine")
+    versions = {name: own.version(name) for name in names}
+    flags = ["--spec", str(spec), "--lake", own.root, "--raw", raw, "--days", str(FIRST)]
+    assert main(["audience", "count", *flags]) == 2
+    message = f"campaign b1 on {FIRST} has shares that sum to 0.400, not 1: report each class once"
+    assert message in capsys.readouterr().err
+    assert {name: own.version(name) for name in names} == versions
 
 
 def test_estimates_of_simulated_providers_are_close_to_the_truth(

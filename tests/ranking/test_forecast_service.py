@@ -164,7 +164,8 @@ def test_audits_of_a_provider_that_the_spec_no_longer_names_are_left_out(tmp_pat
     spec = load_spec(SIMULATOR_SPEC)
     lake = Lake(str(tmp_path), spec)
     shared = {"audience": "age_band", "label": "18-24", "true_class": "18-24", "impressions": 100}
-    numbers = dict.fromkeys(("precision", "low", "high", "lift", "coverage", "information"), 0.5)
+    figures = ("precision", "low", "high", "lift", "coverage", "information", "prior_weight")
+    numbers = dict.fromkeys(figures, 0.5)
     rows = [
         shared | numbers | {"provider": provider, "day": date(2026, 1, 5)}
         for provider in ("acme", "gone")
@@ -179,7 +180,8 @@ def test_the_rates_of_an_audience_are_those_of_its_latest_day(tmp_path: Path) ->
     """On the last day, only another audience had enough audits."""
     spec = load_spec(SIMULATOR_SPEC)
     lake = Lake(str(tmp_path), spec)
-    numbers = dict.fromkeys(("low", "high", "lift", "coverage", "information"), 0.5)
+    figures = ("low", "high", "lift", "coverage", "information", "prior_weight")
+    numbers = dict.fromkeys(figures, 0.5)
     shared = {"provider": "acme", "label": "18-24", "true_class": "18-24", "impressions": 100}
     rows = [
         shared | numbers | {"audience": audience, "precision": rate, "day": date(2026, 1, day)}
