@@ -40,34 +40,40 @@ MAINTENANCE = KeyEffect()  # affects the next compaction, or the next removal of
 SERVING = KeyEffect()  # how candidates compete: affects the next start of the service
 IMMUTABLE_CODES = KeyEffect(is_immutable=True)
 EXAMPLES = ("examples", "feature_statistics")
+AUDIENCE_COUNTS = ("audience_counts", "audience_quality")  # of impressions, and what is fitted
+CAMPAIGN_DAYS = ("campaign_days", "response_curves")  # of outcomes, and what is fitted to them
 EVENT_TABLES = KeyEffect(
     (
         *("events", "excluded_events", "ingest_metrics", "impressions", "late_retractions"),
         *("history", "user_event_counts", *EXAMPLES),
+        *(*AUDIENCE_COUNTS, *CAMPAIGN_DAYS, "forecast_supply"),
     )
 )
 
-LABEL_TABLES = KeyEffect(("impressions", "late_retractions"))
+LABEL_TABLES = KeyEffect(("impressions", "late_retractions", *CAMPAIGN_DAYS))
 AUXILIARY_LABEL_TABLES = KeyEffect(("impressions",))
 CONTEXT_TABLES = KeyEffect(("events", "excluded_events", *EXAMPLES))
 USER_ATTRIBUTES = ("attributes_user", "attributes_user_snapshots")
 ITEM_ATTRIBUTES = ("attributes_item", "attributes_item_snapshots")
 ITEM_VERSIONS = ("item_versions", "first_item_versions")
 USER_TABLES = KeyEffect((*USER_ATTRIBUTES, *EXAMPLES))
-ITEM_TABLES = KeyEffect((*ITEM_ATTRIBUTES, *ITEM_VERSIONS, *EXAMPLES))
+ITEM_TABLES = KeyEffect(  # campaigns are named by attributes of items
+    (*ITEM_ATTRIBUTES, *ITEM_VERSIONS, *EXAMPLES, *AUDIENCE_COUNTS, *CAMPAIGN_DAYS)
+)
 ATTRIBUTE_TABLES = KeyEffect((*USER_TABLES.tables, *ITEM_TABLES.tables))
 DAY_TABLES = KeyEffect((*EVENT_TABLES.tables, *USER_ATTRIBUTES, *ITEM_ATTRIBUTES, *ITEM_VERSIONS))
+TIME_ZONE_TABLES = KeyEffect((*DAY_TABLES.tables, "audience_labels"))  # valid from a day's start
 BID_TABLES = KeyEffect(ITEM_ATTRIBUTES)
 COUNTER_TABLES = KeyEffect((*ITEM_VERSIONS, *EXAMPLES))
 EXAMPLE_TABLES = KeyEffect(EXAMPLES)
 HISTORY_TABLES = KeyEffect(("history", "user_event_counts"))
 EVENT_ATTRIBUTE_TABLES = KeyEffect((*CONTEXT_TABLES.tables, *HISTORY_TABLES.tables))
 SCORE_TABLES = KeyEffect(("scores",))
-AUDIENCE_TABLES = KeyEffect(("audience_labels", "audits", "audience_counts", "audience_quality"))
-AUDIENCE_COUNT_TABLES = KeyEffect(("audience_counts", "audience_quality"))
+AUDIENCE_TABLES = KeyEffect(("audience_labels", "audits", *AUDIENCE_COUNTS))
+AUDIENCE_COUNT_TABLES = KeyEffect(AUDIENCE_COUNTS)
 AUDIENCE_QUALITY_TABLES = KeyEffect(("audience_quality",))
 FORECAST_TABLES = KeyEffect(("forecast_sample", "forecast_margins", "forecast_sketches"))
-ROI_TABLES = KeyEffect(("campaign_days", "response_curves"))
+ROI_TABLES = KeyEffect(CAMPAIGN_DAYS)
 ROI_SOURCE_TABLES = KeyEffect(("campaign_spend", *ROI_TABLES.tables))
 ROI_CURVES = KeyEffect(("response_curves",))
 BUCKET_TABLES = KeyEffect(
@@ -83,7 +89,7 @@ FORECAST_BUILDS = KeyEffect()  # affects the next `gemline forecast build`
 KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "name": NO_EFFECT,
     "description": NO_EFFECT,
-    "time_zone": DAY_TABLES,
+    "time_zone": TIME_ZONE_TABLES,
     "buckets": BUCKET_TABLES,
     "allowed_lateness": EVENT_TABLES,
     "max_bad_record_rate": FUTURE_INGEST,

@@ -157,6 +157,8 @@ def plan_upgrade(lake_root: str, old_spec: DataSpec, new_spec: DataSpec) -> Upgr
     affected = {table for effect in effects if not effect.is_layout for table in effect.tables}
     if not all(effect.is_layout for effect in effects):
         affected |= MODEL_OUTPUT_TABLES
+    # Of tables that the new spec does not have, no step would know, nor erase users from them.
+    affected |= {*table_registry(old_spec)} - {*table_registry(new_spec)}
     existing = [name for name in table_registry(old_spec) if lake.exists(name)]
     hashes = lake.spec.hash, new_lake.spec.hash
     remaining = [name for name in existing if _table_spec_hash(lake, name, hashes) != hashes[1]]

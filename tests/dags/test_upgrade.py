@@ -83,13 +83,14 @@ ITEM_ATTRIBUTES = {"attributes_item", "attributes_item_snapshots"}
 REBUILT_TABLES: dict[SpecChange, set[str]] = {
     new_surface: set(),
     no_conversions: {"impressions", *ITEM_ATTRIBUTES},  # and targets of their return
-    new_feature: {*ITEM_ATTRIBUTES, "item_versions", "first_item_versions", "examples"},
+    new_feature: {*ITEM_ATTRIBUTES, "item_versions", "first_item_versions", "examples"}
+    | {"audience_counts"},  # an attribute of items names the campaigns
     new_counter: {"examples"},
     wider_window: {"impressions"},
     new_auxiliary_objective: {"impressions"},
-    later_delay: {*TABLES} - {"items", "quarantine"},
+    later_delay: {*TABLES, "audience_counts"} - {"items", "quarantine"},
     other_bid: ITEM_ATTRIBUTES,
-    refunds: {*TABLES}
+    refunds: {*TABLES, "audience_counts"}
     - {"items", "quarantine", "item_versions", "first_item_versions"}
     - {f"attributes_{name}" for name in ("user", "item", "user_snapshots", "item_snapshots")},
 }
@@ -175,9 +176,10 @@ def printed_and_pending(
     capsys: pytest.CaptureFixture[str],
     change: SpecChange,
     finished_until: date = LAST,
+    old_path: Path | None = None,
 ) -> tuple[list[str], list[Step], list[Step]]:
     """What an upgrade prints as skipped, all steps, and the pending ones, after a finished run."""
-    old_path = write_spec(tmp_path)
+    old_path = old_path or write_spec(tmp_path)
     lake = Lake(str(tmp_path / "lake"), load_spec(old_path))
     for schema in table_registry(lake.spec).values():
         create_table(lake, schema)
