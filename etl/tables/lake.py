@@ -4,8 +4,8 @@ Row counts, null counts and days are read from the statistics in the Delta log, 
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from etl.tables.table_schema import TableSchema
 from etl.tables.uri import is_url, resolve_uri
 
 SPEC_PROPERTY = "gemline.spec"
+ABSENT = -1  # the pinned version of a table that did not exist
 REPARTITIONING = "repartitioning"  # in place of the hash while a table is being repartitioned
 TABLE_PROPERTIES = {
     "delta.enableDeletionVectors": "false",  # delta-rs cannot read them through Arrow
@@ -59,8 +60,18 @@ class Lake:
         return f"{root}/{name}"
 
     def exists(self, name: str) -> bool:
-        """Whether a table has been created."""
+        """Whether a table has been created, or had been when its version was pinned."""
+        if self.pinned_versions.get(name) == ABSENT:
+            return False
         return bool(DeltaTable.is_deltatable(self.table_uri(name)))
+
+    def pinned(self, names: Iterable[str]) -> "Lake":
+        """This lake with tables pinned at the versions at which they are read now.
+
+        Those that do not exist yet are read as absent, even if they are created later.
+        """
+        versions = {name: self.version(name) if self.exists(name) else ABSENT for name in names}
+        return replace(self, pinned_versions={**self.pinned_versions, **versions})
 
     def open(self, name: str, version: int | None = None) -> DeltaTable:
         """A table at a version; by default at the pinned one, else at the latest.

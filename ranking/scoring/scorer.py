@@ -1,6 +1,6 @@
 """A ranker's scores of the candidates of stored examples, as rows of table `scores`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import date
 
@@ -22,10 +22,8 @@ from training.data.reader import INPUT_TABLES, ExampleReader
 SCORE_ROWS = 2048
 
 
-def input_builder(
-    ranker: ExportedRanker, lake: Lake, table_versions: Mapping[str, int] | None = None
-) -> InputBuilder:
-    """A builder of a ranker's inputs from a lake's tables, by default from their latest versions.
+def input_builder(ranker: ExportedRanker, lake: Lake) -> InputBuilder:
+    """A builder of a ranker's inputs from a lake's tables.
 
     Raises:
         UserError: The ranker is of another spec than the lake.
@@ -37,7 +35,7 @@ def input_builder(
             f"now it is {lake.spec.hash}: run `gemline rank train` again"
         )
     ranker_lake = replace(lake, spec=manifest.spec)
-    versions = table_versions or {name: lake.version(name) for name in INPUT_TABLES}
+    versions = {name: lake.version(name) for name in INPUT_TABLES}
     reader = ExampleReader(
         ranker_lake, versions, manifest.sequence, manifest.max_length, (manifest.surface,)
     )
@@ -55,15 +53,9 @@ class Scorer:
     bids: BidTable
 
     @classmethod
-    def from_ranker(
-        cls,
-        ranker: ExportedRanker,
-        lake: Lake,
-        first_day: date,
-        table_versions: Mapping[str, int] | None = None,
-    ) -> "Scorer":
-        """A scorer of requests from a day on; by default it reads the latest table versions."""
-        inputs = input_builder(ranker, lake, table_versions)
+    def from_ranker(cls, ranker: ExportedRanker, lake: Lake, first_day: date) -> "Scorer":
+        """A scorer of requests from a day on."""
+        inputs = input_builder(ranker, lake)
         auction = Auction(lake.spec, ranker.manifest.surface)
         return cls(ranker, auction, inputs, load_bids(lake, inputs.reader.items, first_day))
 
