@@ -26,7 +26,13 @@ from training.data.batch import Shuffle
 from training.data.label_window import ALL_LABELS
 from training.data.reader import ExampleReader
 from training.distributed.process_group import process_group
-from training.teacher.compressor import MATRYOSHKA_WIDTHS, EmbeddingCompressor, fit_compressor
+from training.teacher import outputs
+from training.teacher.compressor import (
+    MATRYOSHKA_WIDTHS,
+    EmbeddingCompressor,
+    RowSample,
+    fit_compressor,
+)
 from training.teacher.embeddings import TeacherEmbeddings, load_teacher_embeddings
 from training.teacher.ensemble import Teacher, TeacherScores, load_teacher
 from training.teacher.outputs import compressor_version, write_teacher_outputs
@@ -127,7 +133,7 @@ def test_one_compressor_makes_the_embeddings_of_all_days(scored_lake: Lake) -> N
     assert compressor.read_bytes() == weights
 
 
-def test_hidden_layers_of_a_day_are_not_kept_where_there_is_a_compressor(
+def test_hidden_layers_of_a_day_are_not_kept(
     scored_lake: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored: list[ref[torch.Tensor]] = []
@@ -144,8 +150,64 @@ def test_hidden_layers_of_a_day_are_not_kept_where_there_is_a_compressor(
     write_teacher_outputs(scored_lake, (LAST, LAST), batch_rows=100)
     assert len(scored) > 3 and max(kept) <= 1
     shutil.rmtree(Path(scored_lake.root) / "models" / "compressor")
+    num_scored, kept_to_fit, hidden = len(scored), list[int](), Teacher.hidden
+
+    def record_hidden(*arguments: Any) -> torch.Tensor:
+        kept_to_fit.append(sum(layer() is not None for layer in scored[num_scored:]))
+        scored.append(ref(layers := hidden(*arguments)))
+        return layers
+
+    monkeypatch.setattr(Teacher, "hidden", record_hidden)
     write_teacher_outputs(scored_lake, (LAST, LAST), batch_rows=100)
-    assert max(kept) > 3, "the compressor is fitted to them"
+    assert len(kept_to_fit) > 3 and max(kept_to_fit) <= 1 and max(kept) <= 1
+
+
+def test_the_compressor_is_fitted_to_a_bounded_sample_for_any_batches(
+    scored_lake: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted: list[torch.Tensor] = []
+    fit = outputs.fit_compressor
+
+    def record(compressor: EmbeddingCompressor, hidden: torch.Tensor, seed: int) -> None:
+        fitted.append(hidden)
+        fit(compressor, hidden, seed)
+
+    monkeypatch.setattr(outputs, "fit_compressor", record)
+    day_rows = scored_lake.rows_by_day("teacher_predictions")[LAST]
+    for max_rows, batch_rows in ((10**6, 100), (50, 100), (50, 40)):
+        shutil.rmtree(Path(scored_lake.root) / "models" / "compressor")
+        monkeypatch.setattr(outputs, "MAX_FIT_ROWS", max_rows)
+        write_teacher_outputs(scored_lake, (LAST, LAST), batch_rows=batch_rows)
+    assert [len(hidden) for hidden in fitted] == [day_rows, 50, 50]
+    torch.testing.assert_close(fitted[1], fitted[2])
+    assert all((fitted[0] == row).all(1).any() for row in fitted[1])
+
+
+@given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 12), st.integers(0, 3))
+def test_a_sample_of_rows_is_bounded_and_does_not_depend_on_the_batches(
+    sizes: list[int], max_rows: int, seed: int
+) -> None:
+    rows = torch.arange(float(sum(sizes)))[:, None]
+    at_once, batched = RowSample(max_rows, seed), RowSample(max_rows, seed)
+    at_once.add(rows)
+    for batch in rows.split(sizes):
+        batched.add(batch)
+        assert batched.num_rows <= 2 * max_rows
+    if len(rows):
+        sampled = batched.rows()
+        assert torch.equal(sampled, at_once.rows()) and len(sampled) == min(len(rows), max_rows)
+        assert len(sampled.unique()) == len(sampled)
+
+
+def test_each_row_is_equally_likely_to_be_in_a_sample() -> None:
+    """Four of twenty rows: in a fifth of 2,000 samples each, within 5 standard errors."""
+    counts = np.zeros(20)
+    for seed in range(2000):
+        sample = RowSample(4, seed)
+        for batch in torch.arange(20.0)[:, None].split(3):
+            sample.add(batch)
+        counts[sample.rows().flatten().long().numpy()] += 1
+    assert np.abs(counts / 2000 - 0.2).max() < 5 * np.sqrt(0.2 * 0.8 / 2000)
 
 
 def test_settings_that_may_change_from_day_to_day_keep_the_compressor(scored_lake: Lake) -> None:

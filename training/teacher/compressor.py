@@ -3,11 +3,13 @@
 n impressions, M width of GEM's hidden layer, Z width of the compressed embedding.
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from etl.array_types import Float64
 from etl.tables import atomic_io
 from etl.tables.atomic_io import download
 from etl.tables.uri import StoragePath
@@ -17,6 +19,7 @@ from training.model.numeric import RunningStandardizer
 
 MATRYOSHKA_WIDTHS = (8, 16, TEACHER_EMBEDDING_WIDTH)
 STEPS, BATCH_SIZE, LEARNING_RATE = 400, 512, 2e-3
+MAX_FIT_ROWS = 65_536  # hidden layers of a day from which the batches are drawn
 
 
 class EmbeddingCompressor(nn.Module):
@@ -51,6 +54,48 @@ class EmbeddingCompressor(nn.Module):
             F.mse_loss(self.decoder(noisy * (index < width)), target) for width in MATRYOSHKA_WIDTHS
         ]
         return torch.stack(losses).sum()
+
+
+class RowSample:
+    """A uniform sample of rows (n, M) that are added batch by batch, at most `max_rows` of them.
+
+    The rows have random keys, and those with the least keys are the sample: the same one for the
+    same seed and rows, however they are batched. At most `2 * max_rows` and a batch are in memory.
+    """
+
+    def __init__(self, max_rows: int, seed: int) -> None:
+        self._max_rows = max_rows
+        self._random = np.random.default_rng(seed)
+        self._largest_key = 1.0
+        self._keys: list[Float64] = []
+        self._rows: list[Tensor] = []
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows in memory."""
+        return sum(map(len, self._rows))
+
+    def add(self, rows: Tensor) -> None:
+        """Add rows (n, M); those that may be in the sample are copied."""
+        keys = self._random.random(len(rows))
+        candidates = keys <= self._largest_key
+        self._keys.append(keys[candidates])
+        self._rows.append(rows[torch.from_numpy(candidates)])
+        if self.num_rows > 2 * self._max_rows:
+            self._drop_others()
+
+    def rows(self) -> Tensor:
+        """The sample, in the order in which its rows were added."""
+        self._drop_others()
+        return self._rows[0]
+
+    def _drop_others(self) -> None:
+        keys, rows = np.concatenate(self._keys), torch.cat(self._rows)
+        if len(keys) > self._max_rows:
+            sampled = np.sort(np.argpartition(keys, self._max_rows - 1)[: self._max_rows])
+            keys, rows = keys[sampled], rows[torch.from_numpy(sampled)]
+            self._largest_key = float(keys.max())
+        self._keys, self._rows = [keys], [rows]
 
 
 def fit_compressor(compressor: EmbeddingCompressor, hidden: Tensor, seed: int) -> None:

@@ -118,6 +118,12 @@ class Teacher:
         return TreeScores(pa.array(rows.impression_ids, pa.string()), logits)
 
     @torch.no_grad()
+    def hidden(self, batch: Batch) -> Tensor:
+        """The last hidden layer (B, M) of the first GEM, which teacher embeddings are made of."""
+        hidden: Tensor = self.members[0].model(batch).hidden
+        return hidden
+
+    @torch.no_grad()
     def score(self, batch: Batch, tree_scores: "TreeScores | None") -> TeacherScores:
         """Score a batch; `tree_scores` are those of its bucket."""
         outputs = [state.model(batch) for state in self.members]

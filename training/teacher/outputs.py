@@ -7,7 +7,7 @@ embeddings those of its first GEM.
 
 import hashlib
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, timedelta
 
@@ -29,7 +29,9 @@ from training.data.batch import Batch, Shuffle
 from training.data.label_window import ALL_LABELS
 from training.teacher.blend import DayLogits
 from training.teacher.compressor import (
+    MAX_FIT_ROWS,
     EmbeddingCompressor,
+    RowSample,
     fit_compressor,
     load_compressor,
     save_compressor,
@@ -61,8 +63,8 @@ def write_teacher_outputs(
     """Score each day with the latest earlier GEM, and replace the day in both tables.
 
     Days without such a GEM, or without impressions of the surface that it was trained on, get no
-    rows; rankers train on them without a teacher. The rows of a day at a time are in memory, and
-    GEM's hidden layers of the day to which the compressor is fitted.
+    rows; rankers train on them without a teacher. The rows of a day at a time are in memory. The
+    first day of a training of GEM is scored twice: to fit the compressor, and to write it.
 
     Args:
         lake: The lake with the examples, the checkpoints, and the tables to write.
@@ -135,22 +137,23 @@ def _replace_day(
 def _score_day(lake: Lake, teacher: Teacher, day: date, batch_rows: int) -> ScoredDay | None:
     """Score all impressions of a day, bucket by bucket; None if the teacher reads none of them."""
     spec = lake.spec
-    embeddings = _Embeddings(compressor_path(lake.root, compressor_version(teacher.manifest)))
+    compressor = _day_compressor(lake, teacher, day, batch_rows)
+    if compressor is None:
+        return None
     schema = model_schemas.teacher_predictions(spec)
     objectives = trained_objectives(spec, teacher.manifest)
-    predictions, impressions, ids, parts = [], [], [], []
+    predictions, impressions, embeddings, ids, parts = [], [], [], [], []
     buckets = range(spec.buckets)
     for bucket in tqdm(buckets, desc=f"teacher {day}", unit="bucket", disable=None):
-        shard = (bucket, spec.buckets)
         tree_scores = None
-        for batch in teacher.reader.batches([day], ALL_LABELS, batch_rows, Shuffle(None), shard):
+        for batch in _bucket_batches(teacher, day, bucket, batch_rows):
             tree_scores = tree_scores or teacher.score_trees(day, bucket)
             scores = teacher.score(batch, tree_scores)
             provenance = _provenance_columns(teacher.manifest, batch, day, bucket)
             logits = _logit_columns(spec, scores.logits, objectives)
             predictions.append(pa.table(provenance | logits).select(list(schema.columns)))
             impressions.append(pa.table(provenance | _impression_columns(spec, batch, day)))
-            embeddings.add(scores.output.hidden)
+            embeddings.append(_compressed(compressor, scores.output.hidden))
             ids.append(batch.impression_ids)
             parts.append((scores.gem, scores.trees))
     if not predictions:
@@ -158,7 +161,7 @@ def _score_day(lake: Lake, teacher: Teacher, day: date, batch_rows: int) -> Scor
     return ScoredDay(
         predictions=pa.concat_tables(predictions).cast(arrow_schema(schema)),
         impressions=pa.concat_tables(impressions),
-        embeddings=embeddings.compute(),
+        embeddings=np.concatenate(embeddings),
         logits=DayLogits(
             np.concatenate(ids), *(np.concatenate(part) for part in zip(*parts, strict=True))
         ),
@@ -234,35 +237,36 @@ def compressor_path(lake: str, version: str) -> StoragePath:
     return resolve_uri(lake, "models", "compressor", f"{version}.safetensors")
 
 
-class _Embeddings:
-    """The embeddings of a day's impressions, batch by batch.
+def _day_compressor(
+    lake: Lake, teacher: Teacher, day: date, batch_rows: int
+) -> EmbeddingCompressor | None:
+    """The compressor of a teacher; None if there is none yet and the day has no impressions.
 
-    The compressor of a file is fitted to the day's hidden layers if there is none: once, so that
-    the numbers of an embedding mean the same on all days. It may be fitted to the day that is
-    scored, because it needs no labels and the embeddings are not visible before the day ends.
+    If there is none, it is fitted to a sample of the day's hidden layers: once, so that the numbers
+    of an embedding mean the same on all days. It may be fitted to the day that is scored, because
+    it needs no labels and the embeddings are not visible before the day ends. Scoring the day a
+    second time costs less than keeping all of its hidden layers.
     """
+    path = compressor_path(lake.root, compressor_version(teacher.manifest))
+    if path.is_file():
+        return load_compressor(path)
+    sample = RowSample(MAX_FIT_ROWS, COMPRESSOR_SEED)
+    for bucket in range(lake.spec.buckets):
+        for batch in _bucket_batches(teacher, day, bucket, batch_rows):
+            sample.add(teacher.hidden(batch))
+    if not sample.num_rows:
+        return None
+    hidden = sample.rows()
+    compressor = EmbeddingCompressor(hidden.shape[1])
+    fit_compressor(compressor, hidden, COMPRESSOR_SEED)
+    save_compressor(compressor, path)
+    return compressor
 
-    def __init__(self, path: StoragePath) -> None:
-        self.path = path
-        self.compressor = load_compressor(path) if path.is_file() else None
-        self._hidden: list[Tensor] = []
-        self._embeddings: list[Bytes] = []
 
-    def add(self, hidden: Tensor) -> None:
-        """Add the hidden layers (n, M) of a batch, which are kept only to fit a compressor."""
-        if self.compressor:
-            self._embeddings.append(_compressed(self.compressor, hidden))
-        else:
-            self._hidden.append(hidden)
-
-    def compute(self) -> Bytes:
-        """The embeddings (n, w bytes) of all batches."""
-        if not self.compressor:
-            self.compressor = EmbeddingCompressor(self._hidden[0].shape[1])
-            fit_compressor(self.compressor, torch.cat(self._hidden), COMPRESSOR_SEED)
-            save_compressor(self.compressor, self.path)
-            self._embeddings = [_compressed(self.compressor, hidden) for hidden in self._hidden]
-        return np.concatenate(self._embeddings)
+def _bucket_batches(teacher: Teacher, day: date, bucket: int, batch_rows: int) -> Iterator[Batch]:
+    """The batches of a bucket of a day, always in the same order."""
+    shard = (bucket, teacher.reader.lake.spec.buckets)
+    return teacher.reader.batches([day], ALL_LABELS, batch_rows, Shuffle(None), shard)
 
 
 @torch.no_grad()
