@@ -20,7 +20,7 @@ from etl.spec.model import DataSpec
 from etl.spec.units import DayRange
 from etl.tables.code_registry import assign_codes, read_codes, register_codes
 from etl.tables.table_schema import TableSchema
-from etl.tables.uri import is_url, resolve_uri
+from etl.tables.uri import is_url, read_text_if_exists, resolve_uri
 
 SPEC_PROPERTY = "gemline.spec"
 ABSENT = -1  # the pinned version of a table that did not exist
@@ -172,12 +172,27 @@ def commit_metadata(**values: object) -> str:
 
 
 def last_commit_metadata(table: DeltaTable) -> dict[str, Any]:
-    """What the last write of a table recorded, by Spark or by `etl.tables.arrow`.
+    """What the last write until a table's version recorded, by Spark or by `etl.tables.arrow`.
 
     Commits of maintenance, such as vacuum, record nothing and are skipped. Empty without a write.
+    Entries of the log are read from that of the version backwards, until one has metadata:
+    `DeltaTable.history` begins with the latest commit whatever the table's version is.
     """
-    recorded = (c.get("userMetadata") or c.get("facts") for c in table.history())
-    return dict(json.loads(next(filter(None, recorded), "{}")))
+    entries = resolve_uri(table.table_uri, "_delta_log")
+    for version in range(table.version(), -1, -1):
+        entry = read_text_if_exists(entries / f"{version:020d}.json")
+        if entry is None:  # the entries before it have expired
+            break
+        if recorded := _recorded_in(entry):
+            return dict(json.loads(recorded))
+    return {}
+
+
+def _recorded_in(entry: str) -> str | None:
+    for line in entry.splitlines():
+        if commit := json.loads(line).get("commitInfo"):
+            return commit.get("userMetadata") or commit.get("facts")
+    return None
 
 
 def ensure_lake_root(root: str) -> None:
