@@ -22,7 +22,7 @@ from ranking.registry.ranker import live_pointer
 from training.trainer.checkpoint import list_checkpoints
 
 GEM = "gem"
-FEATURE_TABLES = ("attributes_user", "attributes_item", "examples", "history")
+FEATURE_TABLES = ("attributes_user", "attributes_item", "events", "examples", "history")
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,16 @@ class RegisteredFeature:
 
     Attributes:
         type: `categorical`, `numeric`, `vector`, `clock`, `counter` or `sequence`.
-        key: What its value is looked up by: `user`, `item`, `request`, or the key of a counter.
+        key: What its value is looked up by: `user`, `item`, `request`, `event`, or the key of a
+            counter.
         sources: The sources of the spec from which it is computed.
         owners: The owners that these sources name.
         newest_day: The latest day of data in it; None before its table is written, and for static
             sources.
         missing_share: The share of rows without a value on the latest day of
             `feature_statistics`; None without statistics.
-        models: Models that read it: `gem`, and the surfaces of live rankers.
+        models: Models that read it: `gem`, and the surfaces of live rankers. Attributes of events
+            are read in histories, or by counters that a model reads.
     """
 
     name: str
@@ -52,7 +54,7 @@ class RegisteredFeature:
 
 
 def registered_features(lake: Lake) -> list[RegisteredFeature]:
-    """The features of a lake's spec, those of users first, then items, requests and counters."""
+    """The features of a lake's spec: those of users, items, requests and events, then counters."""
     missing, models = _missing_shares(lake), _features_by_model(lake)
     newest = {name: lake.latest_day(name) for name in FEATURE_TABLES}
     features = []
@@ -93,6 +95,9 @@ def _declared_features(spec: DataSpec) -> Iterator[DeclaredFeature]:
             yield DeclaredFeature(f"{entity}_{name}", attribute.type, entity, sources, table)
     for name, attribute in spec.attributes.context.items():
         yield DeclaredFeature(f"ctx_{name}", attribute.type, "request", logs, "examples")
+    for name, attribute in spec.attributes.event.items():
+        table = "history" if name in spec.history.attributes else "events"
+        yield DeclaredFeature(f"event_{name}", attribute.type, "event", logs, table)
     for name in spec.sequences:
         yield DeclaredFeature(name, "sequence", "user", logs, "history")
     item_sources, user_sources = (tuple(_providers(spec.sources, e)) for e in ("item", "user"))
@@ -133,18 +138,28 @@ def _features_by_model(lake: Lake) -> dict[str, set[str]]:
     if checkpoints:
         manifest = checkpoints[-1][1]
         sequence = manifest.training.sequence or next(iter(lake.spec.sequences))
-        by_model[GEM] = _names_of(manifest.features, [sequence])
+        names = _names_of(lake.spec, manifest.features, [sequence])
+        in_histories = manifest.features.history_attributes
+        by_model[GEM] = names | {f"event_{name.removeprefix('attr_')}" for name in in_histories}
     for surface in lake.spec.ad_surfaces:
         folder = live_pointer(lake.root, surface).live_folder
         if folder is not None:
             ranker = read_manifest(folder)
-            by_model[surface] = _names_of(feature_schema(ranker.spec), [ranker.sequence])
+            schema = feature_schema(ranker.spec)
+            by_model[surface] = _names_of(lake.spec, schema, [ranker.sequence])
     return by_model
 
 
-def _names_of(schema: FeatureSchema, sequences: Iterable[str]) -> set[str]:
+def _names_of(spec: DataSpec, schema: FeatureSchema, sequences: Iterable[str]) -> set[str]:
+    """The features of a schema, and the attributes of events that its counters are computed of."""
     groups = (schema.user, schema.item, schema.context)
-    return {*schema.counters, *sequences, *(name for group in groups for name in group.columns)}
+    counted = {
+        f"event_{counter.input_column}"
+        for counter in spec.counters.columns
+        if counter.input_column in spec.attributes.event and counter.column in schema.counters
+    }
+    columns = {name for group in groups for name in group.columns}
+    return {*schema.counters, *sequences, *counted, *columns}
 
 
 def select_features(features: Iterable[RegisteredFeature], text: str) -> list[RegisteredFeature]:

@@ -14,10 +14,14 @@ from etl.spec import load_spec
 from etl.tables import arrow, feature_schemas, schemas
 from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake, arrow_schema
+from features.schema import feature_schema
 from gemline import main
 from ranking.registry.features import registered_features, select_features
+from ranking.registry.manifest import read_manifest as read_ranker_manifest
+from ranking.registry.manifest import write_manifest
 from ranking.registry.ranker import live_pointer, rankers_folder
 from tests.conftest import LAST
+from training.trainer import checkpoint
 
 
 def promote(lake: Lake, surface: str, folder: Path) -> None:
@@ -51,6 +55,45 @@ def test_the_models_of_a_feature_are_gem_and_live_rankers(own_gem_lake: Lake, fo
     assert {feature.models for feature in registered_features(own_gem_lake)} == {("gem", "feed")}
     shutil.rmtree(Path(own_gem_lake.root, "models"))
     assert {feature.models for feature in registered_features(own_gem_lake)} == {("feed",)}
+
+
+def test_attributes_of_events_are_read_in_histories_of_gem_and_by_counters(
+    gem_lake: Lake, spec_path: Path, folder: Path, tmp_path: Path
+) -> None:
+    """A ranker reads no attributes in histories; nothing reads `note`."""
+    declared = yaml.safe_load(spec_path.read_text())
+    declared["attributes"]["event"] = {
+        "quantity": {"type": "numeric"},
+        "coupon": {"type": "categorical", "size": 8},
+        "note": {"type": "categorical", "size": 8},
+    }
+    declared["history"] = {"attributes": ["coupon"]}
+    declared["counters"]["aggregations"] = [
+        {"function": "sum", "column": "quantity", "event": "conversion"}
+    ]
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(declared, sort_keys=False))
+    own = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
+    shutil.copytree(Path(gem_lake.root, "models", "gem"), Path(own.root, "models", "gem"))
+    shutil.copytree(folder, Path(rankers_folder(own.root, "feed") / "v1"))
+    live_pointer(own.root, "feed").promote("v1")
+
+    def readers() -> dict[str, tuple[str, ...]]:
+        listed = [f for f in registered_features(own) if f.key == "event"]
+        assert all((f.type, f.sources) == (types[f.name], ("events",)) for f in listed)
+        return {feature.name: feature.models for feature in listed}
+
+    types = {f"event_{n}": a["type"] for n, a in declared["attributes"]["event"].items()}
+    assert readers() == dict.fromkeys(types, ()), "models of the spec without these attributes"
+    ranker = read_ranker_manifest(rankers_folder(own.root, "feed") / "v1")
+    changed = ranker.model_copy(update={"spec": own.spec})
+    write_manifest(Path(rankers_folder(own.root, "feed") / "v1"), changed)
+    assert readers() == dict.fromkeys(types, ()) | {"event_quantity": ("feed",)}
+    path, gem = checkpoint.list_checkpoints(own.root, spec_hash=None)[-1]
+    gem = gem.model_copy(update={"features": feature_schema(own.spec)})
+    (path / checkpoint.MANIFEST).write_text(gem.model_dump_json())
+    assert readers() == {
+        "event_quantity": ("gem", "feed"), "event_coupon": ("gem",), "event_note": ()
+    }  # fmt: skip
 
 
 def test_owners_are_those_of_the_sources(
