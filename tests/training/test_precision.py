@@ -21,7 +21,8 @@ from training.data.reader import ExampleReader
 from training.distributed.process_group import process_group
 from training.model.config import GemOptions
 from training.model.gem import Gem
-from training.model.low_precision import BlockNorm
+from training.model.low_precision import BlockNorm, SwishRMSNorm, harden_gates
+from training.model.sequence.layers import HstuLayer
 from training.precision.linear import (
     apply_precision_map,
     linear_product,
@@ -308,3 +309,26 @@ def test_changes_for_low_precision_have_the_parameters_that_they_say(lake: Lake)
     gem = Gem(features, TrainConfig(scale="tiny", model=GemOptions(hard_gates=True)).gem_config)
     kinds = {type(module) for module in gem.modules()}
     assert not kinds & {nn.SiLU, nn.Sigmoid} and {nn.Hardswish, nn.Hardsigmoid} <= kinds
+
+
+def test_hard_gates_replace_those_of_hstu_layers_and_of_swish_norms(lake: Lake) -> None:
+    layer, events = HstuLayer(8, 2, None, 4), normals(4, 8)
+    layer.attention_kind = replace(layer.attention_kind, activation="identity")
+    gates = nn.Sequential(layer, SwishRMSNorm(8))
+    harden_gates(gates)
+    u, v, q, k = F.hardswish(layer.uvqk(layer.norm(events))).chunk(4, 1)
+    heads = [x.unflatten(1, (2, 4)).transpose(0, 1) for x in (q, k, v)]
+    weights = (heads[0] @ heads[1].mT).tril() / 4
+    attended = (weights @ heads[2]).transpose(0, 1).flatten(1)
+    expected = events + layer.out(layer.attention_norm(attended) * u)
+    torch.testing.assert_close(layer(events, torch.tensor([0, 4])), expected)
+    norm = gates[1].norm
+    torch.testing.assert_close(gates[1](events), events * F.hardsigmoid(norm(events)))
+
+    features = ExampleReader.latest(lake, "behaviour", 8).features
+    options = {"hard_gates": True, "trunk_norm": "swish_rms", "sequence": {"layer": "hstu"}}
+    config = TrainConfig.model_validate({"scale": "tiny", "model": options})
+    hard = {nn.Hardswish, nn.Hardsigmoid}
+    for module in Gem(features, config.gem_config).modules():
+        if isinstance(module, HstuLayer | SwishRMSNorm):
+            assert type(module.activation) in hard

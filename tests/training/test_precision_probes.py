@@ -26,7 +26,13 @@ from training.precision.dispatch import (
     precision_map,
     speed_warning,
 )
-from training.precision.errors import CANDIDATES, RecipeError, measure_errors
+from training.precision.errors import (
+    CANDIDATES,
+    RecipeError,
+    cosine,
+    measure_errors,
+    relative_frobenius_error,
+)
 from training.precision.precision_map import precision_map_path
 from training.precision.probe import BLOCK_WIDTH, GaussianStatistics, MatrixNormal, Probe
 from training.precision.recipes import RECIPES
@@ -150,6 +156,38 @@ def test_probed_inputs_show_errors_that_random_ones_hide() -> None:
         assert offset[recipe].mere > 3 * plain[recipe].mere
         assert offset[recipe].random_mere == pytest.approx(plain[recipe].random_mere, rel=0.2)
     assert plain["bf16"].mere < plain["fp8_row"].mere / 5
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**31), size=st.floats(0.01, 10), scale=st.floats(0.1, 10))
+def test_errors_of_outputs_obey_the_laws_of_norms(seed: int, size: float, scale: float) -> None:
+    """Equal outputs, scaled ones, and outputs with noise that is orthogonal to the reference."""
+    reference, noise = (normals(16, 24, seed=seed + n).double() for n in range(2))
+    noise -= (noise * reference).sum() / reference.square().sum() * reference
+    noise *= size * reference.norm() / noise.norm()
+    for output, error, similarity in (
+        (reference, 0.0, 1.0),
+        (scale * reference, abs(scale - 1), 1.0),
+        (-scale * reference, scale + 1, -1.0),
+        (reference + noise, size, (1 + size**2) ** -0.5),
+        (noise, (1 + size**2) ** 0.5, 0.0),
+    ):
+        for factor in (1.0, scale):  # of both
+            a, b = factor * output, factor * reference
+            assert relative_frobenius_error(a, b).item() == pytest.approx(error, abs=1e-9)
+            assert cosine(a, b).item() == pytest.approx(similarity, abs=1e-9)
+
+
+def test_measured_errors_are_of_the_product_in_fp32() -> None:
+    """Without an error, the cosine is 1; with a relative error f, it is at least sqrt(1 - f^2)."""
+    largest = {"fp32": 0.0, "bf16": 0.01, "fp8_row": 0.1}
+    for error in measure_errors(trained_probe(0.0), tuple(RECIPES)):
+        if error.recipe == "fp32":
+            assert (error.mere, error.frobenius, error.random_mere) == (0.0, 0.0, 0.0)
+        else:
+            assert error.frobenius > 1e-4
+        assert error.frobenius <= largest.get(error.recipe, 0.2)
+        assert 1 - error.frobenius**2 - 1e-6 <= error.cosine <= 1 + 1e-6
 
 
 def recipe_errors(**meres: float) -> list[RecipeError]:

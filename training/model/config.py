@@ -272,7 +272,11 @@ class GemOptions(StrictModel):
         bool, tyro.conf.arg(help="biases of linear layers other than the prediction layers")
     ] = True
     hard_gates: Annotated[
-        bool, tyro.conf.arg(help="HardSwish instead of Swish, and hard gates instead of sigmoids")
+        bool,
+        tyro.conf.arg(
+            help="HardSwish instead of Swish, and hard gates instead of sigmoids, but not of "
+            "attention scores"
+        ),
     ] = False
     sequence: SequenceOptions = SequenceOptions()
 

@@ -30,10 +30,11 @@ class SwishRMSNorm(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(width, eps=NORM_EPS)
+        self.activation = nn.Sigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
         """The activations (…, W)."""
-        gated: Tensor = x * torch.sigmoid(self.norm(x))
+        gated: Tensor = x * self.activation(self.norm(x))
         return gated
 
 
@@ -45,7 +46,10 @@ def remove_biases(model: nn.Module) -> None:
 
 
 def harden_gates(model: nn.Module) -> None:
-    """Replace the modules Swish by HardSwish and Sigmoid by HardSigmoid, in place."""
+    """Replace the modules Swish by HardSwish and Sigmoid by HardSigmoid, in place.
+
+    Activations of attention scores stay: the kernels that compute them do not store them.
+    """
     hard = {nn.SiLU: nn.Hardswish, nn.Sigmoid: nn.Hardsigmoid}
     for module in list(model.modules()):
         for name, child in module.named_children():

@@ -97,10 +97,18 @@ def _errors(operands: Operands, direction: Direction, recipe: RecipeName) -> Ten
     a, b = operands.of(direction)
     gradients = direction != "forward", False
     reference, output = product(a, b, "fp32", gradients), product(a, b, recipe, gradients)
-    norm = reference.norm().clamp(min=1e-30)
-    cosine = (output * reference).sum() / (output.norm() * norm).clamp(min=1e-30)
-    frobenius = (output - reference).norm() / norm
-    return torch.stack([mean_relative_error(output, reference), frobenius, cosine])
+    measures = mean_relative_error, relative_frobenius_error, cosine
+    return torch.stack([measure(output, reference) for measure in measures])
+
+
+def relative_frobenius_error(output: Tensor, reference: Tensor) -> Tensor:
+    """Norm of the difference over that of the reference."""
+    return (output - reference).norm() / reference.norm().clamp(min=1e-30)
+
+
+def cosine(output: Tensor, reference: Tensor) -> Tensor:
+    """Cosine of output and reference as vectors; 0 if one is 0."""
+    return (output * reference).sum() / (output.norm() * reference.norm()).clamp(min=1e-30)
 
 
 def mean_relative_error(output: Tensor, reference: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ hidden width of a generated layer, T most events of a sequence.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from training.model.config import SequenceOptions
@@ -50,13 +49,14 @@ class HstuLayer(nn.Module):
         )
         self.norm, self.attention_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.uvqk = nn.Linear(width, 4 * width, bias=False)
+        self.activation = nn.SiLU()
         self.out = nn.Linear(width, width)
 
     def forward(
         self, events: Tensor, offsets: Tensor, rotary: RotaryAngles | None = None
     ) -> Tensor:
         """(N, W) to (N, W)."""
-        u, v, q, k = F.silu(self.uvqk(self.norm(events))).chunk(4, 1)
+        u, v, q, k = self.activation(self.uvqk(self.norm(events))).chunk(4, 1)
         q, k, v = (split_heads(x, self.heads) for x in (q, k, v))
         if rotary:
             q, k = rotary(q), rotary(k)
