@@ -50,10 +50,10 @@ def load_attributes(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
     """Replace the rows of `attributes_user` and `attributes_item` that landed on a range of days.
 
     A source without `{day}` in its path is a snapshot, read as it is now. Rows of a `static`
-    snapshot are added once and may not change. Changed rows of any other snapshot land on the last
-    of the days; if later days have been ingested, the snapshot is not read. Of items, only versions
-    that differ from the previous one are stored. The table of an entity without a source stays
-    empty. All checks precede the first write.
+    snapshot are added once and may not change; without a new one nothing is written. Changed rows
+    of any other snapshot land on the last of the days; if later days have been ingested, the
+    snapshot is not read. Of items, only versions that differ from the previous one are stored. The
+    table of an entity without a source stays empty. All checks precede the first write.
 
     Returns:
         The number of stored rows by table.
@@ -125,13 +125,20 @@ def _check_no_later_versions(lake: Lake, table: str, days: DayRange) -> None:
 def _write_source(
     lake: Lake, name: str, source: AttributeSource, rows: DataFrame, days: DayRange
 ) -> None:
-    """Replace the rows of a source in its table and in quarantine."""
+    """Replace the rows of a source in its table and in quarantine.
+
+    The table of a static source without a new row is left as it is.
+    """
     invalid = with_line_numbers(rows).filter("reasons != ''").withColumn("log", F.lit(name))
     write_quarantine(lake, [name], invalid, days)
     versions = _latest_versions(rows.filter("reasons = ''"))
     if source.static:
         where = f"day = '{STATIC_DAY}'"
-        versions = _merge_stored_static(lake, source, versions)
+        stored = _read_stored_versions(lake, source).filter(where).select(versions.columns)
+        new = _new_static(source, versions, stored)
+        if new.isEmpty():
+            return
+        versions = stored.unionByName(new)
     else:
         first_day = days[0] if source.is_partitioned_by_day else days[1]
         where = spark_io.day_range_predicate(first_day, days[1])
@@ -271,12 +278,10 @@ def _read_stored_versions(lake: Lake, source: AttributeSource) -> DataFrame:
     return spark_io.read_table(lake, schemas.attributes(lake.spec, source.entity))
 
 
-def _merge_stored_static(lake: Lake, source: AttributeSource, versions: DataFrame) -> DataFrame:
-    """The stored static rows and the new ones."""
-    stored = _read_stored_versions(lake, source).filter(F.col("day") == F.lit(STATIC_DAY))
-    stored = stored.select(versions.columns)
+def _new_static(source: AttributeSource, versions: DataFrame, stored: DataFrame) -> DataFrame:
+    """The static rows that are not stored yet."""
     keys = [f"{source.entity}_id", "valid_from"]
-    return stored.unionByName(versions.join(stored.select(keys), keys, "left_anti"))
+    return versions.join(stored.select(keys), keys, "left_anti").select(versions.columns)
 
 
 def _check_static_unchanged(

@@ -173,6 +173,22 @@ def test_a_changed_static_row_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("spark")
+def test_static_rows_are_written_only_if_one_is_new(tmp_path: Path) -> None:
+    lake, raw = lake_of(tmp_path, f"{SNAPSHOT}, static: true"), str(tmp_path)
+    write(tmp_path, "users.json", user("a", "free"))
+    load_attributes(lake, raw, (DAY_1, DAY_1))
+    version = lake.version("attributes_user")
+    load_attributes(lake, raw, (DAY_2, DAY_2))
+    write(tmp_path, "users.json", user("a", "free"), user("a", "free"))
+    load_attributes(lake, raw, (DAY_2, DAY_3))
+    assert lake.version("attributes_user") == version
+    write(tmp_path, "users.json", user("b", "paid"))
+    load_attributes(lake, raw, (DAY_3, DAY_3))
+    assert lake.version("attributes_user") == version + 1
+    assert versions(lake) == [("a", 0, "free"), ("b", 0, "paid")]
+
+
+@pytest.mark.usefixtures("spark")
 def test_values_of_a_wrong_type_are_quarantined_and_too_many_are_refused(tmp_path: Path) -> None:
     lake, raw = lake_of(tmp_path, BY_DAY), str(tmp_path)
     good = [user(name, "free") for name in "abc"]

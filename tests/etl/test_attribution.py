@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from datetime import date, timedelta
 from pathlib import Path
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.spark
 
 VIEW_WINDOW, CLICK_WINDOW = "10m", "40m"
 FIRST_DAY, DAYS = date(2026, 1, 1), 14
+EARLIER = FIRST_DAY, FIRST_DAY + timedelta(days=1)
 Row = dict[str, Any]
 
 
@@ -236,6 +238,40 @@ def test_a_later_run_writes_the_labels_that_one_run_over_all_days_writes(
     labels = [row["label_buy"] for row in of_all_days]
     assert labels.count(1) > 20
     assert labels.count(0) > 20
+
+
+@pytest.mark.usefixtures("spark")
+def test_final_labels_of_earlier_days_do_not_read_later_days(tmp_path: Path) -> None:
+    """Whether events of later days are others, also late outcomes in the windows, or are gone."""
+    text = SPEC.replace("objectives:", "allowed_lateness: 1d\nobjectives:")
+    (tmp_path / "spec.yaml").write_text(text)
+    lake = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
+    spec, events = lake.spec, long_log(load_spec(tmp_path / "spec.yaml"), 8, 400, random.Random(2))
+    days = FIRST_DAY, FIRST_DAY + timedelta(days=7)
+    where = spark_io.day_range_predicate(*days)
+    spark_io.replace_partitions(lake, schemas.events(spec), frame(lake, events), where, {})
+    label_impressions(lake, days)
+    labels = rows(lake, "impressions")
+    assert {0, 1} <= {row["label_click"] for row in labels if row["day"] <= EARLIER[1]}
+
+    last_read = EARLIER[1] + timedelta(days=spec.label_maturity_days + spec.visibility_delay_days)
+    later = [event for event in events if event["day"] > last_read]
+    shown = [e for e in events if e["event_type"] == "shown" and e["day"] <= EARLIER[1]]
+    clicks = [
+        {**late, "event_type": "click", "type": spec.event_codes["click"],
+         "impression_id": of["event_id"], "event_ts": of["event_ts"] + 10**6}
+        for late, of in zip(later, shown, strict=False)
+    ]  # fmt: skip
+    assert len(clicks) > 40
+    where = spark_io.day_range_predicate(last_read + timedelta(days=1), days[1])
+    spark_io.replace_partitions(lake, schemas.events(spec), frame(lake, clicks), where, {})
+    label_impressions(lake, EARLIER)
+    assert rows(lake, "impressions") == labels
+    for folder in Path(lake.root, "events").glob("day=*"):
+        if folder.name > f"day={last_read}":
+            shutil.rmtree(folder)
+    label_impressions(lake, EARLIER)
+    assert rows(lake, "impressions") == labels
 
 
 DELAYED_IMPRESSIONS = """sources:

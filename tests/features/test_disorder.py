@@ -145,7 +145,12 @@ def counters_match(lake: Lake, row: Row, events: list[Record], impression: Recor
         values = oracle.counters(matching, as_of, DELAY, WINDOWS, HALF_LIVES, distinct)
         expected = {f"{kind}_{'_'.join(key)}_{name}": v for (kind, name), v in values.items()}
         for counter in lake.spec.counters.columns_of(key):
-            if not is_close(row[counter.column], expected[counter.column]):
+            value, expected_value = row[counter.column], expected[counter.column]
+            if counter.sql_type == "int":  # counts, and seconds since the last event
+                is_equal = type(value) is type(expected_value) and value == expected_value
+            else:
+                is_equal = is_close(value, expected_value)
+            if not is_equal:
                 return False
     return True
 

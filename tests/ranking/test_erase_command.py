@@ -29,13 +29,14 @@ from ranking.feature_store.materialize import HistoryLengths, build_feature_stor
 from ranking.feature_store.store import METADATA_KEY
 from ranking.feature_store.wal import FeatureStoreHandle, feature_store_pointer
 from ranking.registry.ranker import live_pointer, rankers_folder
+from ranking.scoring.batch import score_days
 from tests.conftest import LAST
 from tests.ranking.poster import event_of, post
 from tests.world import copy_of
 
 pytestmark = pytest.mark.spark
 
-MODELS = ("models", "rankers")  # their weights are no ids; the command names them
+RANKERS = "rankers"  # their test vectors are encoded inputs; the command names them
 
 
 @pytest.fixture
@@ -55,8 +56,11 @@ def complete_lake(gem_lake: Lake, folder: Path, tmp_path: Path) -> Lake:
     return lake
 
 
-def traces(root: Path, users: Iterable[str]) -> set[str]:
-    """Where ids of users, or hashes of them, are in the files of a lake."""
+def traces(root: Path, users: Iterable[str], impressions: pa.Array | None = None) -> set[str]:
+    """Where ids of users, hashes of them, or ids of their impressions are in the files of a lake.
+
+    Names of users have four characters or more: shorter ones may be bytes of weights.
+    """
     ids = "|".join(map(re.escape, users))
     word = re.compile(rf"(?<![A-Za-z0-9])({ids})(?![A-Za-z0-9])".encode())
     hashes = {spark_xxhash64(user) for user in users} | {crc32(user.encode()) for user in users}
@@ -66,11 +70,18 @@ def traces(root: Path, users: Iterable[str]) -> set[str]:
         if file.name == "data.mdb":
             found |= {f"{name} {table}" for table in _traces_in_database(file, word, hashes)}
         elif file.suffix == ".parquet":
-            columns = _traces_in_columns(pq.ParquetFile(file).read(), word, hashes)
+            table = pq.ParquetFile(file).read()
+            columns = [*_traces_in_columns(table, word, hashes)]
+            if impressions is not None and "impression_id" in table.column_names:
+                columns += ["impression_id"] * _has_any(table["impression_id"], impressions)
             found |= {f"{name} {column}" for column in columns}
-        elif name not in MODELS and file.is_file() and word.search(file.read_bytes()):
+        elif name != RANKERS and file.is_file() and word.search(file.read_bytes()):
             found.add(f"{name} {file.name}")
     return found
+
+
+def _has_any(column: pa.ChunkedArray, values: pa.Array) -> bool:
+    return bool(pc.any(pc.is_in(column, values)).as_py())
 
 
 def _traces_in_columns(
@@ -101,26 +112,29 @@ def _traces_in_database(file: Path, word: "re.Pattern[bytes]", hashes: set[int])
 @pytest.mark.proof
 def test_no_file_of_a_lake_holds_an_erased_user(complete_lake: Lake, spec_path: Path) -> None:
     lake, root = complete_lake, Path(complete_lake.root)
-    examples = arrow.snapshot(lake, schemas.examples(lake.spec)).read(["user_id"], day=LAST)
-    frequent = pc.value_counts(examples["user_id"]).to_pylist()
-    users = [row["values"] for row in sorted(frequent, key=lambda row: -row["counts"])[:2]]
+    score_days(lake, "feed", (LAST, LAST))
+    users = quarantined_users(lake)
     handle = FeatureStoreHandle(lake.root, lake.spec)
     posted = event_of("posted", 0)
     assert post(handle, posted) == 1
     handle.close()
-    before = traces(root, [*users, posted.user])
+    ids = [*users, posted.user]
+    examples = arrow.snapshot(lake, schemas.examples(lake.spec)).read(["user_id", "impression_id"])
+    impressions = examples.filter(pc.is_in(examples["user_id"], pa.array(ids)))["impression_id"]
+    before = traces(root, ids, impressions.combine_chunks())
     for name in (
         *("events user_id", "examples user_id", "history user_id", "impressions user_id"),
         *("user_teacher_embeddings user_id", "audience_labels user_id", "evaluations user"),
-        "models user",
+        *("teacher_predictions impression_id", "scores impression_id", "quarantine payload"),
+        *("models user", "models impression_id"),
         *("feature_store users", "feature_store hours", "feature_store_wal entries"),
     ):
         assert name in before, f"there is nothing to erase in {name}: {sorted(before)}"
     rows_of_others = others(lake, users)
 
     flags = ["--spec", str(spec_path), "--lake", lake.root]
-    assert main(["erase", *flags, "--user", *users, posted.user, "--now"]) == 0
-    assert traces(root, [*users, posted.user]) == set()
+    assert main(["erase", *flags, "--user", *ids, "--now"]) == 0
+    assert traces(root, ids, impressions.combine_chunks()) == set()
     assert others(lake, users) == rows_of_others
     different = [found for found in validate_examples(lake, 50, 0) if found[1]]
     assert not different, "pointers and counters of the others still fit"
@@ -163,6 +177,16 @@ def test_files_with_predictions_are_erased_also_those_of_domains(complete_lake: 
     erased = _erase_from_files(lake, impressions)
     assert erased[path] == erased["evaluations/gem.parquet"] > 0
     assert crc32(user.encode()) not in pq.read_table(Path(lake.root, path))["user"].to_pylist()
+
+
+def quarantined_users(lake: Lake) -> list[str]:
+    """The two users with the most examples of those who have bad records and long names."""
+    payloads = arrow.snapshot(lake, schemas.quarantine(lake.spec)).read(["payload"])["payload"]
+    bad = set(re.findall(r'"user_id":"(u\d{3,})"', "\n".join(filter(None, payloads.to_pylist()))))
+    examples = arrow.snapshot(lake, schemas.examples(lake.spec)).read(["user_id"], day=LAST)
+    counts = pc.value_counts(examples["user_id"]).to_pylist()
+    frequent = sorted(counts, key=lambda row: -row["counts"])
+    return [row["values"] for row in frequent if row["values"] in bad][:2]
 
 
 def others(lake: Lake, users: list[str]) -> list[dict[str, object]]:
