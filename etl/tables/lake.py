@@ -189,9 +189,11 @@ def last_commit_metadata(table: DeltaTable) -> dict[str, Any]:
 
 
 def _recorded_in(entry: str) -> str | None:
+    """The metadata in an entry of a table's log, of Spark or of `etl.tables.arrow`."""
     for line in entry.splitlines():
         if commit := json.loads(line).get("commitInfo"):
-            return commit.get("userMetadata") or commit.get("facts")
+            recorded: str | None = commit.get("userMetadata") or commit.get("facts")
+            return recorded
     return None
 
 

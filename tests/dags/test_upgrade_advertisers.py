@@ -1,15 +1,19 @@
 """Upgrades of specs with audiences, forecasts and campaigns: which tables are rebuilt, by whom."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from etl.spec import load_spec
+from etl.tables.audience_schemas import AUDIENCE_SCHEMAS
+from etl.tables.forecast_schemas import FORECAST_SCHEMAS
 from etl.tables.lake import Lake, create_table
 from etl.tables.maintenance import plan_upgrade, upgrade_lake
-from etl.tables.schemas import AUDIENCE_SCHEMAS, FORECAST_SCHEMAS, ROI_SCHEMAS, table_registry
+from etl.tables.roi_schemas import ROI_SCHEMAS
+from etl.tables.schemas import table_registry
 from tests.dags.test_upgrade import (
     later_delay,
     new_counter,
@@ -20,7 +24,10 @@ from tests.dags.test_upgrade import (
 )
 
 SpecChange = Callable[[dict[str, Any]], object]
-COUNTS, CAMPAIGN_DAYS = {"audience_counts", "audience_quality"}, {"campaign_days", "response_curves"}
+COUNTS, CAMPAIGN_DAYS = (
+    {"audience_counts", "audience_quality"},
+    {"campaign_days", "response_curves"},
+)
 AUDIENCES = {"audience_labels", "audits", *COUNTS}
 SCORED = {"forecast_sample", "forecast_margins", "forecast_sketches"}  # after each other spec
 FORECASTS = {*SCORED, "forecast_supply"}
@@ -160,7 +167,7 @@ def test_a_section_can_be_removed_and_added_again(
     specs = [empty.spec]
     for number, change in enumerate((removed, both, new_counter)):
         specs.append(load_spec(write_changed_spec(spec_path, tmp_path / f"{number}.yaml", change)))
-    for old, new in zip(specs, specs[1:], strict=False):
+    for old, new in pairwise(specs):
         upgrade_lake(empty.root, old, new)
         unknown = set(table_registry(empty.spec)) - set(table_registry(new))
         assert not any(map(empty.exists, unknown))

@@ -9,7 +9,7 @@ from deltalake import DeltaTable
 from etl.spec import load_spec
 from etl.tables import arrow, lake, model_schemas
 from etl.tables.lake import Lake, arrow_schema, last_commit_metadata
-from etl.tables.uri import StoragePath
+from etl.tables.uri import StoragePath, read_text_if_exists
 from tests.conftest import SPEC
 
 NUM_WRITES = 40
@@ -53,7 +53,7 @@ def test_the_last_write_is_that_of_each_version_and_few_entries_are_read(
     """A reader of an older, pinned version gets what was recorded for it."""
     own, expected = written
     entries: list[str] = []
-    read = lake.read_text_if_exists
+    read = read_text_if_exists
 
     def record(path: StoragePath) -> str | None:
         entries.append(path.name)

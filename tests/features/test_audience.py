@@ -167,12 +167,12 @@ def test_a_provider_that_repeats_another_needs_no_further_campaigns() -> None:
         label_names=(LABELS,) * 4,
         labels=np.concatenate((audits.labels, audits.labels[:, :1]), 1),
     )
-    for given, found in ((audits, 10), (twice, 10)):
-        assert given.identified_directions(users.impressions) == (found, 10)
+    for several in (audits, twice):
+        assert several.identified_directions(users.impressions) == (10, 10)
     few = replace(twice, mixtures=twice.mixtures[:6], audited=twice.audited[:6])
     assert few.identified_directions(users.impressions) == (6, 10)
     weights = [
-        fit_additive(given).confusion(0, users.impressions).prior_weight for given in (twice, few)
+        fit_additive(one).confusion(0, users.impressions).prior_weight for one in (twice, few)
     ]
     assert weights[0].max() < 0.01 and weights[1].max() > 0.02
 

@@ -86,7 +86,7 @@ def distinct_campaigns() -> Counts:
 
 
 def test_lift_and_coverage_are_about_all_impressions_not_the_audited_ones(audited: Audited) -> None:
-    """Audited campaigns reach mostly the young; most impressions are of campaigns without audits."""
+    """Audited campaigns reach mostly the young; most impressions are of other campaigns."""
     counts = distinct_campaigns()
     of_all = {"x": 300_000, "y": 600_000, UNKNOWN_LABEL: 100_000}
     for label, size in of_all.items():
@@ -124,11 +124,14 @@ def test_choose_compares_with_the_rate_of_all_impressions(
 
 def silent(audited: Audited) -> None:
     """The first provider knows nobody whom an audited campaign reached."""
-    counts = distinct_campaigns()
-    of_second = [{(UNKNOWN_LABEL, second): n for (_, second), n in c.items()} for c in counts.values()]
-    others = {"large": {("x", "x"): 10_000, ("y", "x"): 10_000}}
-    by_campaign = dict(zip(counts, of_second, strict=True))
-    audited.write(by_campaign | others, tuple(by_campaign))
+    counts: dict[str, dict[tuple[str, ...], int]] = {
+        campaign: {(UNKNOWN_LABEL, second): n for (_, second), n in by_labels.items()}
+        for campaign, by_labels in distinct_campaigns().items()
+    }
+    others: dict[str, dict[tuple[str, ...], int]] = {
+        "large": {("x", "x"): 10_000, ("y", "x"): 10_000}
+    }
+    audited.write(counts | others, tuple(counts))
 
 
 def same_mix(audited: Audited) -> None:
@@ -172,7 +175,7 @@ def test_the_step_of_the_pipeline_leaves_out_what_cannot_be_estimated_and_goes_o
     audited: Audited, capsys: pytest.CaptureFixture[str], change: Callable[[Audited], None]
 ) -> None:
     """Its rows of the day would be those of other audits."""
-    paths = PipelinePaths(str(audited.spec_path), "logs", audited.lake.root)
+    paths = PipelinePaths(audited.spec_path, "logs", audited.lake.root)
     *_, step = audience_steps(audited.lake.spec, paths, (), DATA_UNTIL)
     capsys.readouterr()
     change(audited)

@@ -74,7 +74,8 @@ def test_attributes_of_events_are_read_in_histories_of_gem_and_by_counters(
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(declared, sort_keys=False))
     own = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
     shutil.copytree(Path(gem_lake.root, "models", "gem"), Path(own.root, "models", "gem"))
-    shutil.copytree(folder, Path(rankers_folder(own.root, "feed") / "v1"))
+    own_folder = Path(str(rankers_folder(own.root, "feed"))) / "v1"
+    shutil.copytree(folder, own_folder)
     live_pointer(own.root, "feed").promote("v1")
 
     def readers() -> dict[str, tuple[str, ...]]:
@@ -84,9 +85,9 @@ def test_attributes_of_events_are_read_in_histories_of_gem_and_by_counters(
 
     types = {f"event_{n}": a["type"] for n, a in declared["attributes"]["event"].items()}
     assert readers() == dict.fromkeys(types, ()), "models of the spec without these attributes"
-    ranker = read_ranker_manifest(rankers_folder(own.root, "feed") / "v1")
+    ranker = read_ranker_manifest(own_folder)
     changed = ranker.model_copy(update={"spec": own.spec})
-    write_manifest(Path(rankers_folder(own.root, "feed") / "v1"), changed)
+    write_manifest(own_folder, changed)
     assert readers() == dict.fromkeys(types, ()) | {"event_quantity": ("feed",)}
     path, gem = checkpoint.list_checkpoints(own.root, spec_hash=None)[-1]
     gem = gem.model_copy(update={"features": feature_schema(own.spec)})

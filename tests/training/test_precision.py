@@ -314,16 +314,15 @@ def test_changes_for_low_precision_have_the_parameters_that_they_say(lake: Lake)
 def test_hard_gates_replace_those_of_hstu_layers_and_of_swish_norms(lake: Lake) -> None:
     layer, events = HstuLayer(8, 2, None, 4), normals(4, 8)
     layer.attention_kind = replace(layer.attention_kind, activation="identity")
-    gates = nn.Sequential(layer, SwishRMSNorm(8))
-    harden_gates(gates)
+    swish = SwishRMSNorm(8)
+    harden_gates(nn.Sequential(layer, swish))
     u, v, q, k = F.hardswish(layer.uvqk(layer.norm(events))).chunk(4, 1)
     heads = [x.unflatten(1, (2, 4)).transpose(0, 1) for x in (q, k, v)]
     weights = (heads[0] @ heads[1].mT).tril() / 4
     attended = (weights @ heads[2]).transpose(0, 1).flatten(1)
     expected = events + layer.out(layer.attention_norm(attended) * u)
     torch.testing.assert_close(layer(events, torch.tensor([0, 4])), expected)
-    norm = gates[1].norm
-    torch.testing.assert_close(gates[1](events), events * F.hardsigmoid(norm(events)))
+    torch.testing.assert_close(swish(events), events * F.hardsigmoid(swish.norm(events)))
 
     features = ExampleReader.latest(lake, "behaviour", 8).features
     options = {"hard_gates": True, "trunk_norm": "swish_rms", "sequence": {"layer": "hstu"}}

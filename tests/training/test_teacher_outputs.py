@@ -166,7 +166,7 @@ def test_the_compressor_is_fitted_to_a_bounded_sample_for_any_batches(
     scored_lake: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fitted: list[torch.Tensor] = []
-    fit = outputs.fit_compressor
+    fit = fit_compressor
 
     def record(compressor: EmbeddingCompressor, hidden: torch.Tensor, seed: int) -> None:
         fitted.append(hidden)

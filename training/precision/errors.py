@@ -103,12 +103,14 @@ def _errors(operands: Operands, direction: Direction, recipe: RecipeName) -> Ten
 
 def relative_frobenius_error(output: Tensor, reference: Tensor) -> Tensor:
     """Norm of the difference over that of the reference."""
-    return (output - reference).norm() / reference.norm().clamp(min=1e-30)
+    error: Tensor = (output - reference).norm() / reference.norm().clamp(min=1e-30)
+    return error
 
 
 def cosine(output: Tensor, reference: Tensor) -> Tensor:
     """Cosine of output and reference as vectors; 0 if one is 0."""
-    return (output * reference).sum() / (output.norm() * reference.norm()).clamp(min=1e-30)
+    norms: Tensor = output.norm() * reference.norm()
+    return (output * reference).sum() / norms.clamp(min=1e-30)
 
 
 def mean_relative_error(output: Tensor, reference: Tensor) -> Tensor:
