@@ -58,12 +58,12 @@ class _DiagramBuilder:
             membership = tuple(value in leaf.allowed for leaf in leaves)
             by_membership.setdefault(membership, []).append(value)
         by_child: dict[Diagram, list[str]] = {}
-        for alike in by_membership.values():
-            child = self.build(_assign(residual, name, alike[0]), rest)
-            by_child.setdefault(child, []).extend(map(str, alike))
+        for similar in by_membership.values():
+            child = self.build(_assign(residual, name, similar[0]), rest)
+            by_child.setdefault(child, []).extend(map(str, similar))
         if len(by_child) == 1:
             return next(iter(by_child))
-        sets = ((tuple(sorted(alike)), child) for child, alike in by_child.items())
+        sets = ((tuple(sorted(similar)), child) for child, similar in by_child.items())
         return name, tuple(sorted(sets, key=itemgetter(0)))
 
     def _numeric_node(self, residual: Condition, name: str, rest: Sequence[str]) -> Diagram:

@@ -272,11 +272,7 @@ class GemOptions(StrictModel):
         bool, tyro.conf.arg(help="biases of linear layers other than the prediction layers")
     ] = True
     hard_gates: Annotated[
-        bool,
-        tyro.conf.arg(
-            help="HardSwish instead of Swish, and hard gates instead of sigmoids, but not of "
-            "attention scores"
-        ),
+        bool, tyro.conf.arg(help="HardSwish for Swish, hard gates for sigmoids except of attention")
     ] = False
     sequence: SequenceOptions = SequenceOptions()
 
