@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import re
+import shutil
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -14,13 +16,14 @@ import pytest
 import yaml
 
 from etl.errors import UserError
-from etl.spec.units import MICROS
+from etl.spec.units import MICROS, DaySplit
 from etl.tables import (
     arrow,
     audience_schemas,
     forecast_schemas,
     label_schemas,
     model_schemas,
+    roi_schemas,
     schemas,
 )
 from etl.tables.forecast_schemas import (
@@ -28,12 +31,14 @@ from etl.tables.forecast_schemas import (
     targeting_attributes,
     user_categories,
 )
-from etl.tables.lake import Lake
+from etl.tables.lake import Lake, arrow_schema
 from features.forecast.build import _latest_attributes, _latest_labels, build_forecast
 from gemline import main
 from ranking.forecast.tables import read_sample, read_tables, table_versions
-from tests.conftest import LAST
+from ranking.report.build import build_report
+from tests.conftest import FIRST, LAST
 from tests.world import copy_of
+from training.evaluation.predictions import Predictions, evaluation_path
 
 pytestmark = pytest.mark.spark
 EVE = LAST - timedelta(days=1)
@@ -292,6 +297,50 @@ def test_reach_in_the_target_by_labels_is_that_by_the_simulated_ages(
         errors.append(abs(rate["value"] - is_in_target.mean()))
         assert is_in_target.mean() > users.target_age_band.isin(target).mean() + 0.2
     assert len(errors) == 6 and max(errors) < 0.12 and np.mean(errors) < 0.06
+
+
+def test_the_report_has_a_section_for_each_kind_of_tables_for_advertisers(
+    built: Lake, spec_path: Path, tmp_path: Path
+) -> None:
+    """Audiences, forecasts and return on spend, in this order; none without its tables."""
+    own = replace(copy_of(built, tmp_path / "lake"), spec=built.spec)
+    split = DaySplit(
+        train_first=FIRST, train_last=FIRST, calibration=None, test_first=LAST, test_last=LAST,
+        data_until=LAST,
+    )  # fmt: skip
+    shape = (4, len(own.spec.objectives))
+    predictions = Predictions(
+        objectives=tuple(own.spec.objectives),
+        impression_ids=np.array(["i0", "i1", "i2", "i3"], object),
+        user_hashes=np.arange(4),
+        surface=np.full(4, own.spec.surface_codes["feed"]),
+        probabilities=np.full(shape, 0.5),
+        labels=np.resize(np.array([0, 1], np.float32), shape),
+        label_mask=np.ones(shape, bool),
+    )
+    predictions.write(evaluation_path(own.root, "gem"), split)
+
+    def sections() -> list[str]:
+        page = build_report(own, str(tmp_path), split).read_text()
+        found = re.findall(r"<h2>(.*?)</h2>", page)
+        return [title for title in found if re.match("Audience|Forecast|Return on spend", title)]
+
+    assert sections() == ["Forecast of reach and performance"]
+    schema = roi_schemas.response_curves(own.spec)
+    row = {"campaign": "b1", "currency": "USD", "reason": "keep b1", "day": LAST}
+    row |= dict.fromkeys((name for name, kind in schema.columns.items() if kind == "double"), 2.0)
+    curves = pa.Table.from_pylist([row], schema=arrow_schema(schema))
+    arrow.replace_rows(own, schema, curves, f"day = '{LAST}'", {})
+    flags = ["--spec", str(spec_path), "--lake", own.root, "--data-until", str(LAST)]
+    assert main(["audience", "fit", *flags]) == 0
+    everything = [
+        "Audience age_band: labels of data providers",
+        "Forecast of reach and performance",
+        "Return on spend",
+    ]
+    assert sections() == everything
+    shutil.rmtree(Path(own.root, "forecast_sample"))
+    assert sections() == [everything[0], everything[2]]
 
 
 @pytest.fixture
