@@ -40,6 +40,10 @@ class GrowthArgs(StrictModel):
 
     work: StudyFolder = None
     days: Annotated[int, tyro.conf.arg(help="age of the lake at the end"), Field(ge=1)] = AGES[-1]
+    simulator: Annotated[
+        Path, tyro.conf.arg(help="configuration of the logs, from 2026-01-01 on (YAML)")
+    ] = SIMULATOR
+    spec: Annotated[Path, tyro.conf.arg(help="data spec (YAML)")] = SIMULATOR_SPEC
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
 
@@ -61,23 +65,24 @@ def bench_growth(args: GrowthArgs) -> None:
     if args.work is None:
         show_committed("Growth of a lake", GOALS, RESULT, args.as_json)
         return
-    costs = age_lake(args.work.resolve(), args.days)
+    work = args.work.resolve()
+    paths = PipelinePaths(args.spec.resolve(), str(work / "raw"), str(work / "lake"))
+    costs = age_lake(paths, work / "costs.jsonl", args.days, args.simulator)
     result = summarize(costs, args.days)
-    if args.days >= AGES[-1]:
+    is_study = (args.simulator, args.spec) == (SIMULATOR, SIMULATOR_SPEC)
+    if args.days >= AGES[-1] and is_study:
         result.save_study(RESULT, f"gemline bench growth --days {args.days} --work FOLDER")
     result.show(args.as_json)
 
 
-def age_lake(work: Path, days: int) -> list[StepCost]:
-    """Run the days that `work` lacks, one by one; returns the costs of all days."""
+def age_lake(paths: PipelinePaths, measured: Path, days: int, simulator: Path) -> list[StepCost]:
+    """Run the days of simulated logs that `measured` lacks, one by one; returns all costs."""
     os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[2]")
     from etl.commands import SimulateArgs, simulate
     from etl.runtime.spark import spark_session
 
-    paths = PipelinePaths(SIMULATOR_SPEC, str(work / "raw"), str(work / "lake"))
-    simulate(SimulateArgs(simulator=SIMULATOR, out=Path(paths.raw)))
+    simulate(SimulateArgs(simulator=simulator, out=Path(paths.raw)))
     spark_session("bench growth")
-    measured = work / "costs.jsonl"
     costs = _read_costs(measured)
     for age in range(max((cost.age for cost in costs), default=0) + 1, days + 1):
         costs_of_day = list(run_day(paths, age))

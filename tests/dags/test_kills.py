@@ -25,13 +25,18 @@ from tests.small_pipeline import SmallPipeline
 from tests.world import copy_of
 
 
-def kill_when(command: list[str], reached: Callable[[], bool], delay: float = 0) -> None:
-    """Start a pipeline; kill it and its children `delay` seconds after `reached` holds."""
+def kill_when(
+    command: list[str], reached: Callable[[], bool], delay: float = 0, timeout: float = 300
+) -> None:
+    """Start a pipeline; kill it and its children `delay` seconds after `reached` holds.
+
+    It holds within `timeout` seconds.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "gemline", *command], start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + timeout
     while not reached() and time.monotonic() < deadline:
         assert process.poll() is None, "the pipeline ended before it was killed"
         time.sleep(0.005)
