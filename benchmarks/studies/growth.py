@@ -41,9 +41,10 @@ class GrowthArgs(StrictModel):
     work: StudyFolder = None
     days: Annotated[int, tyro.conf.arg(help="age of the lake at the end"), Field(ge=1)] = AGES[-1]
     simulator: Annotated[
-        Path, tyro.conf.arg(help="configuration of the logs, from 2026-01-01 on (YAML)")
-    ] = SIMULATOR
-    spec: Annotated[Path, tyro.conf.arg(help="data spec (YAML)")] = SIMULATOR_SPEC
+        Path | None,
+        tyro.conf.arg(help="configuration of logs from 2026-01-01 on, instead of the study's"),
+    ] = None
+    spec: Annotated[Path | None, tyro.conf.arg(help="data spec, instead of the simulator's")] = None
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
 
@@ -66,11 +67,11 @@ def bench_growth(args: GrowthArgs) -> None:
         show_committed("Growth of a lake", GOALS, RESULT, args.as_json)
         return
     work = args.work.resolve()
-    paths = PipelinePaths(args.spec.resolve(), str(work / "raw"), str(work / "lake"))
-    costs = age_lake(paths, work / "costs.jsonl", args.days, args.simulator)
+    spec = (args.spec or SIMULATOR_SPEC).resolve()
+    paths = PipelinePaths(spec, str(work / "raw"), str(work / "lake"))
+    costs = age_lake(paths, work / "costs.jsonl", args.days, args.simulator or SIMULATOR)
     result = summarize(costs, args.days)
-    is_study = (args.simulator, args.spec) == (SIMULATOR, SIMULATOR_SPEC)
-    if args.days >= AGES[-1] and is_study:
+    if args.days >= AGES[-1] and not (args.simulator or args.spec):
         result.save_study(RESULT, f"gemline bench growth --days {args.days} --work FOLDER")
     result.show(args.as_json)
 
