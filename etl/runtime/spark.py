@@ -1,5 +1,6 @@
 """The Spark session of all steps, with every setting that tables and tests rely on."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -56,6 +57,8 @@ def spark_session(app_name: str) -> SparkSession:
     active = SparkSession.getActiveSession()
     if active is not None:
         return active
+    # Where root logs INFO, as under Airflow, py4j logs each connection that it closes.
+    logging.getLogger("py4j").setLevel(logging.WARNING)
     builder = SparkSession.builder.appName(app_name)
     settings = dict(COMMON_CONF)
     if "PYSPARK_GATEWAY_PORT" not in os.environ:
