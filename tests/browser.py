@@ -2,16 +2,17 @@
 
 import json
 import subprocess
-import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
 from websockets.sync.client import connect
 
+from tests.waiting import wait_for
+
 START_SECONDS = 30
 WAIT_SECONDS = 60
+INTERVAL = 0.1  # seconds between two looks at the page
 
 
 class BrowserPage:
@@ -24,7 +25,9 @@ class BrowserPage:
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:
             active_port = profile / "DevToolsActivePort"
-            wait_for(lambda: active_port.is_file() and active_port.read_text(), START_SECONDS)
+            wait_for(
+                lambda: active_port.is_file() and active_port.read_text(), START_SECONDS, INTERVAL
+            )
             port = active_port.read_text().split()[0]
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list") as answer:
                 (page,) = [one for one in json.load(answer) if one["type"] == "page"]
@@ -52,12 +55,4 @@ class BrowserPage:
 
     def wait_until(self, script: str) -> None:
         """Wait until an expression is true."""
-        wait_for(lambda: self.evaluate(script), WAIT_SECONDS)
-
-
-def wait_for(condition: Callable[[], object], seconds: float) -> None:
-    """Wait until a condition holds; fails after some seconds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the browser does not get that far"
-        time.sleep(0.1)
+        wait_for(lambda: self.evaluate(script), WAIT_SECONDS, INTERVAL)

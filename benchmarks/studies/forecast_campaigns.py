@@ -40,7 +40,9 @@ def measure_campaigns(result: BenchmarkResult, forecaster: Forecaster, rows_file
     )
     errors: list[float] = []
     covered: list[bool] = []
-    for request in campaign_requests(np.random.default_rng(2)):
+    rng = np.random.default_rng(2)
+    for box in draw_boxes(rng, CAMPAIGNS, context=True):
+        request = campaign_request(rng, targeting_text(box))
         with suppress(UserError):  # too few users, all or sampled ones
             targeting = parse_targeting(request.targeting, tables.domain)
             campaign = Campaign(OBJECTIVE, request.bid or 0.0, FREQUENCY_CAP)
@@ -49,7 +51,7 @@ def measure_campaigns(result: BenchmarkResult, forecaster: Forecaster, rows_file
             if forecast is None or truth.totals[USERS] < MIN_REACH:
                 continue
             errors.append(abs(forecast.reach.value / truth.totals[USERS] - 1))
-            covered += [low <= true <= high for true, low, high in _intervals(truth, forecast)]
+            covered += _coverage(truth, forecast)
     result.record("campaign_reach_error_p50", float(np.median(errors)), "")
     result.record("campaign_reach_error_p95", float(np.quantile(errors, 0.95)), "")
     result.record("campaign_interval_coverage", float(np.mean(covered)), "")
@@ -59,25 +61,19 @@ def measure_campaigns(result: BenchmarkResult, forecaster: Forecaster, rows_file
     result.rows.append(row)
 
 
-def campaign_requests(rng: np.random.Generator) -> Iterator[ForecastRequest]:
-    """Campaigns with targetings of one to four attributes."""
-    for box in draw_boxes(rng, CAMPAIGNS, context=True):
-        yield ForecastRequest(
-            targeting=targeting_text(box),
-            goal=GOAL,
-            bid=float(rng.uniform(*BIDS)),
-            frequency_cap=FREQUENCY_CAP,
-        )
+def campaign_request(rng: np.random.Generator, targeting: str) -> ForecastRequest:
+    """A campaign with a random bid."""
+    bid = float(rng.uniform(*BIDS))
+    return ForecastRequest(targeting=targeting, goal=GOAL, bid=bid, frequency_cap=FREQUENCY_CAP)
 
 
-def _intervals(
-    truth: SampleSums, forecast: CampaignForecast
-) -> Iterator[tuple[float, float, float]]:
-    """The true value of a quantity, and the bounds that were forecast of it."""
-    found: list[tuple[float, Interval | None]] = [(truth.totals[USERS], forecast.reach)]
-    clicks = truth.totals[SPEND + 1 + list(forecast.events).index(OBJECTIVE)]
-    if clicks > 0:
-        found.append((truth.totals[SPEND] / clicks, forecast.cost_per_event))
-    for value, interval in found:
-        if interval is not None:
-            yield float(value), interval.low, interval.high
+def _coverage(truth: SampleSums, forecast: CampaignForecast) -> Iterator[bool]:
+    """Whether the intervals of the reach and the cost per click cover the true ones."""
+    yield _covers(forecast.reach, float(truth.totals[USERS]))
+    clicks = float(truth.totals[SPEND + 1 + list(forecast.events).index(OBJECTIVE)])
+    if clicks > 0 and forecast.cost_per_event:
+        yield _covers(forecast.cost_per_event, float(truth.totals[SPEND]) / clicks)
+
+
+def _covers(interval: Interval, value: float) -> bool:
+    return interval.low <= value <= interval.high

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import BenchmarkResult
+from benchmarks.studies.forecast_campaigns import campaign_request
 from benchmarks.studies.forecast_world import draw_boxes, targeting_text
 from etl.errors import TemporaryError, UserError
 from etl.tables.lake import Lake
@@ -72,8 +73,7 @@ async def answerable_requests(forecaster: Forecaster) -> list[ForecastRequest]:
         text, first_hour = targeting_text(box), int(rng.integers(0, 12))
         if rng.random() < 0.3:
             text += f" and hour between {first_hour} and {first_hour + 10}"
-        bid = float(rng.uniform(0.05, 0.4))
-        request = ForecastRequest(targeting=text, goal="traffic", bid=bid, frequency_cap=5)
+        request = campaign_request(rng, text)
         with suppress(UserError):  # too few users
             forecast = await forecaster.forecast(request)
             if forecast.campaign and forecast.users.value > LEAST_USERS:

@@ -58,23 +58,23 @@ class _DiagramBuilder:
             membership = tuple(value in leaf.allowed for leaf in leaves)
             by_membership.setdefault(membership, []).append(value)
         by_child: dict[Diagram, list[str]] = {}
-        for similar in by_membership.values():
-            child = self.build(_assign(residual, name, similar[0]), rest)
-            by_child.setdefault(child, []).extend(map(str, similar))
+        for equivalent in by_membership.values():
+            child = self.build(_assign(residual, name, equivalent[0]), rest)
+            by_child.setdefault(child, []).extend(map(str, equivalent))
         if len(by_child) == 1:
             return next(iter(by_child))
-        sets = ((tuple(sorted(similar)), child) for child, similar in by_child.items())
-        return name, tuple(sorted(sets, key=itemgetter(0)))
+        edges = ((tuple(sorted(labels)), child) for child, labels in by_child.items())
+        return name, tuple(sorted(edges, key=itemgetter(0)))
 
     def _numeric_node(self, residual: Condition, name: str, rest: Sequence[str]) -> Diagram:
         """A node whose intervals begin where its child changes; a missing number is in no range."""
         ranges = [x for x in _leaves(residual) if isinstance(x, Range) and x.attribute == name]
-        edges = {-math.inf}
+        starts = {-math.inf}
         for leaf in ranges:
-            edges |= {leaf.low, math.nextafter(leaf.high, math.inf)}
+            starts |= {leaf.low, math.nextafter(leaf.high, math.inf)}
         missing = self.build(_assign(residual, name, None), rest)
         intervals: list[tuple[float, Diagram]] = []
-        for start in sorted(edges):
+        for start in sorted(starts):
             child = self.build(_assign(residual, name, start), rest)
             if not intervals or intervals[-1][1] != child:
                 intervals.append((start, child))

@@ -7,11 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -30,10 +28,10 @@ from ranking.registry.ranker import live_pointer, live_version
 from tests.conftest import FIRST, LAST, ROOT
 from tests.dags.conftest import environment
 from tests.pipeline import TABLES, build_tables, rows
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.spark
 
-ResultT = TypeVar("ResultT")
 PORT = 18080
 DAYS = [FIRST + timedelta(days=n) for n in range(3)]
 FAST_FAILURE_DETECTION = {
@@ -56,17 +54,6 @@ def processes_with(*words: str) -> list[int]:
         if all(word in command_line for word in words):
             pids.append(int(path.parent.name))
     return pids
-
-
-def wait_for(condition: Callable[[], ResultT], seconds: float) -> ResultT:
-    """The first result of a condition that is true."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        result = condition()
-        if result:
-            return result
-        time.sleep(1)
-    raise AssertionError(f"{condition} was not met within {seconds} s")
 
 
 @pytest.fixture

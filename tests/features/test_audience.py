@@ -142,15 +142,20 @@ def test_a_campaign_audited_in_two_halves_counts_as_one() -> None:
     np.testing.assert_allclose(split.value, joined.value, atol=2e-3)
 
 
-def test_a_provider_that_repeats_another_adds_no_certainty() -> None:
-    users = Users(3)
-    audits = users.audits(campaigns=40, audited=1000)
-    twice = replace(
+def with_repeated_provider(audits: CampaignAudits) -> CampaignAudits:
+    """The audits with a further provider, whose labels are those of the first."""
+    return replace(
         audits,
         providers=(*PROVIDERS, "again"),
         label_names=(LABELS,) * 4,
         labels=np.concatenate((audits.labels, audits.labels[:, :1]), 1),
     )
+
+
+def test_a_provider_that_repeats_another_adds_no_certainty() -> None:
+    users = Users(3)
+    audits = users.audits(campaigns=40, audited=1000)
+    twice = with_repeated_provider(audits)
     once, repeated = fit_additive(audits), fit_additive(twice)
     np.testing.assert_allclose(
         repeated.class_probabilities(), once.class_probabilities(), atol=0.05
@@ -161,12 +166,7 @@ def test_a_provider_that_repeats_another_needs_no_further_campaigns() -> None:
     """Ten directions for three providers of four labels, also if one is there twice."""
     users = Users(3)
     audits = users.audits(campaigns=40, audited=1000)
-    twice = replace(
-        audits,
-        providers=(*PROVIDERS, "again"),
-        label_names=(LABELS,) * 4,
-        labels=np.concatenate((audits.labels, audits.labels[:, :1]), 1),
-    )
+    twice = with_repeated_provider(audits)
     for several in (audits, twice):
         assert several.identified_directions(users.impressions) == (10, 10)
     few = replace(twice, mixtures=twice.mixtures[:6], audited=twice.audited[:6])

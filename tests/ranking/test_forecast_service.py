@@ -43,9 +43,10 @@ from ranking.forecast.worker import WorkerSettings
 from ranking.report.forecasts import forecast_section
 from ranking.serving.auth import TOKENS_VARIABLE
 from ranking.serving.settings import LOOPBACK_HOSTS, ServiceLimits
-from tests.browser import BrowserPage, wait_for
+from tests.browser import BrowserPage
 from tests.ranking.forecasts import SPEC, World
 from tests.ranking.served import free_port
+from tests.waiting import wait_for
 
 TRAFFIC = {"goal": "traffic", "bid": 0.3}
 THREE = "age = 'age01' and country = 'country00' and gender = 'gender00'"
