@@ -90,10 +90,12 @@ def bench_precision(args: PrecisionArgs) -> None:
     measured = list(result.rows)
     result.rows += goal_rows(result.figures)
     result.show(args.as_json)
-    if "training" in args.only:
+    if args.work and args.only != ("speed",):
         result.figures = with_unmeasured(result.figures, RESULT)
         result.rows = measured + goal_rows(result.figures)
-        result.save_study(RESULT, f"gemline bench precision --work FOLDER --seeds {args.seeds}")
+        parts = " ".join(args.only)
+        command = f"gemline bench precision --only {parts} --work FOLDER --seeds {args.seeds}"
+        result.save_study(RESULT, command)
 
 
 def goal_rows(figures: Mapping[str, object]) -> list[tuple[str, ...]]:
