@@ -32,6 +32,12 @@ class KeyEffect:
         """Whether the hash of a spec covers the key."""
         return bool(self.tables) or self.is_immutable
 
+    @property
+    def affects_models(self) -> bool:
+        """Whether tables that models read, or codes in their rows, depend on the key."""
+        is_read = not ADVERTISER_TABLES.issuperset(self.tables)
+        return self.is_immutable or (is_read and not self.is_layout)
+
 
 NO_EFFECT = KeyEffect()
 FUTURE_INGEST = KeyEffect()  # how raw records are read: affects days that are ingested from now on
@@ -84,6 +90,9 @@ BUCKET_TABLES = KeyEffect(
     is_layout=True,
 )
 FORECAST_BUILDS = KeyEffect()  # affects the next `gemline forecast build`
+ADVERTISER_TABLES = frozenset(  # no model reads them
+    (*AUDIENCE_TABLES.tables, *FORECAST_TABLES.tables, *ROI_SOURCE_TABLES.tables)
+)
 
 # By key path, where `*` is any name. A key that affects tables covers all keys below it.
 KEY_EFFECTS: Mapping[str, KeyEffect] = {

@@ -120,7 +120,7 @@ def _existing_tables(lake: Lake) -> list[str]:
 
 
 # Tables with outputs of models, which may change with the spec, so these are rebuilt, too, unless
-# only the layout of tables changes.
+# only the layout of tables changes, or only tables that no model reads.
 MODEL_OUTPUT_TABLES = {
     "teacher_predictions",
     "user_teacher_embeddings",
@@ -155,7 +155,7 @@ def plan_upgrade(lake_root: str, old_spec: DataSpec, new_spec: DataSpec) -> Upgr
     effects = [effect_of(path) for path in paths]
     moved = {table for effect in effects if effect.is_layout for table in effect.tables}
     affected = {table for effect in effects if not effect.is_layout for table in effect.tables}
-    if not all(effect.is_layout for effect in effects):
+    if any(effect.affects_models for effect in effects):
         affected |= MODEL_OUTPUT_TABLES
     # Of tables that the new spec does not have, no step would know, nor erase users from them.
     affected |= {*table_registry(old_spec)} - {*table_registry(new_spec)}

@@ -20,6 +20,7 @@ from dags.orchestration.standalone import (
     watch_dag_runs,
 )
 from etl.errors import TemporaryError
+from etl.spec.effects import ADVERTISER_TABLES
 from etl.spec.units import MICROS
 from etl.tables import lease, step_state
 from etl.tables.lake import Lake
@@ -127,6 +128,8 @@ def test_three_days_become_rankers_though_a_task_and_the_scheduler_are_killed(
     for name in TABLES:
         assert rows(own, name) == rows(built_at_once, name), name
     assert LAST not in {row["day"] for row in rows(own, "examples")}
+    for name in ADVERTISER_TABLES:
+        assert rows(own, name), name
     refresh_the_fourth_day(address, own)
 
 

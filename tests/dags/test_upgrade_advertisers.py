@@ -11,7 +11,7 @@ from etl.spec import load_spec
 from etl.tables.audience_schemas import AUDIENCE_SCHEMAS
 from etl.tables.forecast_schemas import FORECAST_SCHEMAS
 from etl.tables.lake import Lake, create_table
-from etl.tables.maintenance import plan_upgrade, upgrade_lake
+from etl.tables.maintenance import MODEL_OUTPUT_TABLES, plan_upgrade, upgrade_lake
 from etl.tables.roi_schemas import ROI_SCHEMAS
 from etl.tables.schemas import table_registry
 from tests.dags.test_upgrade import (
@@ -29,7 +29,7 @@ COUNTS, CAMPAIGN_DAYS = (
     {"campaign_days", "response_curves"},
 )
 AUDIENCES = {"audience_labels", "audits", *COUNTS}
-SCORED = {"forecast_sample", "forecast_margins", "forecast_sketches"}  # after each other spec
+SCORED = {"forecast_sample", "forecast_margins", "forecast_sketches"}
 FORECASTS = {*SCORED, "forecast_supply"}
 OF_EVENTS = {*COUNTS, *CAMPAIGN_DAYS, *FORECASTS}
 
@@ -83,15 +83,15 @@ def fewer_events(spec: dict[str, Any]) -> None:
 
 
 REBUILT: dict[SpecChange, set[str]] = {
-    fewer_providers: {*AUDIENCES, *SCORED},
-    campaigns_by_goal: {*COUNTS, *SCORED},
-    window_of_audits: {"audience_quality", *SCORED},
+    fewer_providers: AUDIENCES,
+    campaigns_by_goal: COUNTS,
+    window_of_audits: {"audience_quality"},
     fewer_targeting_attributes: SCORED,
-    other_groups: {*CAMPAIGN_DAYS, *SCORED},
-    window_of_curves: {"response_curves", *SCORED},
-    no_audiences: {*AUDIENCES, *SCORED},
+    other_groups: CAMPAIGN_DAYS,
+    window_of_curves: {"response_curves"},
+    no_audiences: AUDIENCES,
     no_forecast: FORECASTS,
-    no_roi: {"campaign_spend", *CAMPAIGN_DAYS, *SCORED},
+    no_roi: {"campaign_spend", *CAMPAIGN_DAYS},
     wider_window: {*CAMPAIGN_DAYS, *SCORED},
     new_feature: {*COUNTS, *CAMPAIGN_DAYS, *SCORED},
     new_counter: SCORED,
@@ -99,6 +99,12 @@ REBUILT: dict[SpecChange, set[str]] = {
     more_lateness: OF_EVENTS,
     fewer_events: OF_EVENTS,
     other_time_zone: {*OF_EVENTS, "audience_labels"},
+}
+
+
+READ_BY_NO_MODEL = {
+    *(fewer_providers, campaigns_by_goal, window_of_audits, fewer_targeting_attributes),
+    *(other_groups, window_of_curves, no_audiences, no_forecast, no_roi),
 }
 
 
@@ -126,6 +132,8 @@ def test_tables_for_advertisers_are_rebuilt_where_their_content_changes(
     tables = advertiser_tables(empty)
     assert tables & set(plan.rebuilt_tables) == REBUILT[change]
     assert tables & set(plan.kept_tables) == tables - REBUILT[change]
+    keeps_outputs = MODEL_OUTPUT_TABLES - set(FORECASTS) <= set(plan.kept_tables)
+    assert keeps_outputs == (change in READ_BY_NO_MODEL)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +154,7 @@ def test_the_next_run_rebuilds_the_tables_that_an_upgrade_removed(
     change: SpecChange,
     steps: set[str],
 ) -> None:
+    """The forecast's step runs with the scores of the new spec's rankers."""
     printed, _, pending = printed_and_pending(tmp_path, capsys, change, old_path=spec_path)
     of_advertisers = {
         *("audience", "audience_quality", "campaign_days", "response_curves", "forecast"),
