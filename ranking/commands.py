@@ -174,8 +174,9 @@ def train_domain_model(args: TrainDomainArgs) -> None:
 @holds_leases("ranker-{surface}")
 def promote(args: PromoteArgs) -> None:
     """Make a surface's latest ranker live if it is calibrated and better than the live one."""
-    from ranking.registry.promotion import PromotionConfig, promote_if_better
+    from ranking.registry.promotion import PromotionConfig
     from ranking.registry.tracking import register_decision
+    from ranking.trainer.promote import promote_if_better
 
     lake = args.open_lake()
     lake.spec.require_ad_surface(args.surface)

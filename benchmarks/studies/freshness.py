@@ -166,7 +166,7 @@ class FreshnessTrials:
         """Train and calibrate the student of a surface, and its refit; predictions of both."""
         from benchmarks.studies.refit_predictions import labels_only
         from ranking.trainer.calibrate import fit_calibration
-        from ranking.trainer.refit import continue_until
+        from ranking.trainer.continuation import continue_until
         from ranking.trainer.train import predict_test_days, train_on_surfaces
 
         lake, tested, split = self.runner.lake, self.runner.split, self.split

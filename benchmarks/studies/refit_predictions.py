@@ -39,8 +39,8 @@ from ranking.scoring.scorer import SCORE_ROWS
 from ranking.student.config import StudentTrainConfig
 from ranking.student.trained import TrainedStudent
 from ranking.trainer.calibrate import fit_calibration
+from ranking.trainer.continuation import continue_training, day_windows
 from ranking.trainer.label_days import days_with_labels
-from ranking.trainer.refit import continue_training, day_windows
 from ranking.trainer.train import train_on_surfaces
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow

@@ -62,15 +62,20 @@ class VersionPointer:
         state = self.read()
         return self.folder / state.live if state else None
 
-    def promote(self, version: str) -> None:
-        """Make a version live; raises UserError if it is blocked."""
+    def promote(self, *versions: str) -> None:
+        """Make the last of some versions live, at once; rollbacks return to those before it.
+
+        Raises UserError if one is blocked.
+        """
         text = read_text_if_exists(self.path)
-        state = self._parse(text) or PointerState(live=version)
-        if version in state.blocked:
-            raise self._blocked(version)
-        previous = tuple(name for name in state.retained if name != version)
-        changes = {"live": version, "previous": previous[-self.max_previous :]}
-        self._replace(text, state.model_copy(update=changes))
+        state = self._parse(text)
+        for version in versions:
+            if state and version in state.blocked:
+                raise self._blocked(version)
+        retained = [n for n in (state.retained if state else ()) if n not in versions]
+        *previous, live = *retained, *versions
+        changes = {"live": live, "previous": tuple(previous[-self.max_previous :])}
+        self._replace(text, (state or PointerState(live=live)).model_copy(update=changes))
 
     def replace_live(self, version: str) -> None:
         """Make a version live as `promote` does; a rollback cannot return to the one it replaces.

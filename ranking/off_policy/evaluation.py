@@ -207,11 +207,17 @@ def evaluate_policy(lake: Lake, surface: str, days: DayRange, data_until: date) 
         A table with a row for each objective of the surface and one for the spend.
 
     Raises:
-        UserError: No ranker is promoted, or the log has no positions and propensities.
+        UserError: No ranker is promoted, all that are retained have learned labels of the days, or
+            the log has no positions and propensities.
     """
     first_second = lake.spec.day_start(days[0])
     version = version_to_evaluate(lake.root, surface, first_second, lake.spec)
     ranker = validate_ranker(load_ranker_before(version, first_second), lake.root, surface)
+    if ranker.manifest.labels_until > first_second:
+        raise UserError(
+            f"all retained rankers of {surface} have learned labels that became final since "
+            f"{days[0]}: pass later --days"
+        )
     logged = load_logged_rankings(lake, days, score_logged_ads(lake, ranker, days, data_until))
     ads, rankings = logged.ads, logged.rankings
     num_requests = len(np.unique(rankings.request_ids))

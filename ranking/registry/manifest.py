@@ -71,7 +71,7 @@ class RankerTraining(StrictModel):
     shared_gem: str | None = None
     """The GEM whose modules the training started with, also through the model of a domain."""
     refit_of: str | None = None
-    """The version that passed the gate, if this one continued its training on newer labels."""
+    """The version that was promoted, if this one continued its training on newer labels."""
     gate: tuple[str, ...] = ()
     """Reasons of the gate's decision on the version that it judged."""
     evaluation: SegmentEvaluation | None = None

@@ -105,7 +105,7 @@ def _training_lines(training: RankerTraining) -> Iterator[str]:
         newest = f"{format_utc(time)} UTC" if time else "none"
         yield f"  - newest impression with a learned label of {name}: {newest}"
     if training.refit_of:
-        yield f"- **Refit** of {training.refit_of}, which passed the gate."
+        yield f"- **Refit** of {training.refit_of}, which the gate below has evaluated."
     teachers = ", ".join(training.teacher_versions) or "none: labels only"
     yield f"- **Teacher** (GEM): {teachers}."
     if training.shared_gem:

@@ -1,9 +1,8 @@
-"""The promotion gate: a new ranker goes live only if it is calibrated and better than the live one.
+"""The decision of the promotion gate, from the predictions of a new ranker and of the live one.
 
-Both are loaded from their folders and evaluated on the latest days on which all labels are final.
+They are for the latest days on which all labels are final.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -11,24 +10,11 @@ from datetime import date
 import numpy as np
 import torch
 
-from etl.errors import UserError
 from etl.spec.base import StrictModel
 from etl.spec.model import DataSpec
 from etl.spec.units import DaySplit, date_range
 from etl.tables.lake import Lake
-from ranking.registry.manifest import read_package
-from ranking.registry.publication import publication
-from ranking.registry.ranker import (
-    ExportedRanker,
-    latest_trained_pointer,
-    live_pointer,
-    live_version,
-    load_ranker,
-    load_ranker_before,
-    validate_ranker,
-    versions_before,
-)
-from ranking.registry.records import PromotionRecord, write_promotion_record
+from ranking.registry.ranker import ExportedRanker
 from ranking.scoring.calibration import logit
 from ranking.scoring.predictions import BatchScores, SegmentedPredictions, predict_by_segment
 from ranking.scoring.scorer import SCORE_ROWS, input_builder
@@ -49,7 +35,6 @@ from training.evaluation.predictions import (
     paired_ne_difference,
 )
 
-log = logging.getLogger(__name__)
 MIN_POSITIVES = 10  # minimum positives and negatives to evaluate an objective
 
 
@@ -74,106 +59,6 @@ class PromotionDecision:
         """The decision and its reasons in one line."""
         decision = "promoted" if self.promoted else "not promoted"
         return f"{self.version} {decision}: {'; '.join(self.reasons)}"
-
-
-def promote_if_better(
-    lake: Lake, surface: str, split: DaySplit, config: PromotionConfig
-) -> PromotionDecision:
-    """Promote the latest trained ranker of a surface if it passes the gate.
-
-    The first ranker of a surface passes. If the live ranker cannot be evaluated, because it is
-    damaged or of another spec, a calibrated ranker passes. If all versions to compare with have
-    learned labels of the test days, none does, and neither does one that was rolled back.
-
-    Raises:
-        UserError: No ranker was trained, or the new one cannot be loaded.
-        TemporaryError: The live version was changed during the evaluation.
-    """
-    state = live_pointer(lake.root, surface).read()
-    latest = latest_trained_pointer(lake.root, surface).live_folder
-    if latest is None or latest.name in live_and_gated_version(lake.root, surface):
-        name = live_version(lake.root, surface).name
-        return PromotionDecision(name, False, ("it is live already",))
-    if state and latest.name in state.blocked:
-        return PromotionDecision(latest.name, False, ("it was rolled back and is blocked",))
-    candidate = validate_ranker(load_ranker(latest), lake.root, surface)
-    evaluated = ranker_predictions(candidate, lake, split)
-    segments = evaluated.segment_calibrations()
-    live = load_live_for_comparison(lake, surface, split)
-    live_predictions = None
-    if isinstance(live, ExportedRanker):
-        live_predictions = ranker_predictions(live, lake, split).predictions
-    decision = compare_rankers(latest.name, evaluated.predictions, live_predictions, config)
-    decision = require_calibrated_segments(decision, segments, lake.spec, config)
-    if isinstance(live, NoComparison):
-        promoted = state is None or (decision.promoted and live.allows_calibrated)
-        decision = replace(decision, promoted=promoted, reasons=(live.reason, *decision.reasons))
-    record = PromotionRecord(
-        version=decision.version,
-        promoted=decision.promoted,
-        reasons=decision.reasons,
-        segments=tuple(segments),
-    )
-    with publication(lake, surface, state.live if state else None) as pointer:
-        write_promotion_record(lake.root, surface, record)  # first: no promotion lacks one
-        if decision.promoted:
-            pointer.promote(latest.name)
-    return decision
-
-
-def live_and_gated_version(lake: str, surface: str) -> tuple[str, ...]:
-    """The live version and, if it is a refit, the version that passed the gate."""
-    folder = live_pointer(lake, surface).live_folder
-    if folder is None:
-        return ()
-    try:
-        training = read_package(folder).manifest.training
-    except UserError:  # a damaged ranker does not block the next
-        return (folder.name,)
-    refit_of = training.refit_of if training else None
-    return (folder.name, refit_of) if refit_of else (folder.name,)
-
-
-@dataclass(frozen=True)
-class NoComparison:
-    """Why there is no live ranker to compare with.
-
-    With `allows_calibrated`, a calibrated candidate may still be promoted.
-    """
-
-    reason: str
-    allows_calibrated: bool = True
-
-
-def load_live_for_comparison(
-    lake: Lake, surface: str, split: DaySplit
-) -> ExportedRanker | NoComparison:
-    """The live ranker, or the reason why a new one cannot be compared with it.
-
-    It is the latest version that learned no label of the test days, with such offsets. Earlier ones
-    that are damaged are skipped.
-    """
-    live = live_pointer(lake.root, surface).live_folder
-    if live is None:
-        return NoComparison("the first of its surface")
-    test_start = lake.spec.day_start(split.test_first)
-    for folder in (*versions_before(lake.root, surface, test_start, lake.spec), live):
-        try:
-            ranker = validate_ranker(load_ranker_before(folder, test_start), lake.root, surface)
-        except UserError as error:
-            if folder == live:
-                return NoComparison(f"the live one cannot be evaluated: {error}")
-            log.warning("skipped in the comparison: %s", error)
-            continue
-        if ranker.manifest.spec.hash != lake.spec.hash:
-            return NoComparison("the first of its spec")
-        if ranker.manifest.labels_until <= test_start:
-            return ranker
-    return NoComparison(
-        "all retained versions of the live one have learned labels of the test days or are "
-        "damaged, so that none can be compared: wait until the test days are later than one",
-        allows_calibrated=False,
-    )
 
 
 def compare_rankers(

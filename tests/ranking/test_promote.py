@@ -22,8 +22,6 @@ from ranking.registry.promotion import (
     PromotionConfig,
     PromotionDecision,
     compare_rankers,
-    load_live_for_comparison,
-    promote_if_better,
     ranker_predictions,
 )
 from ranking.registry.ranker import (
@@ -37,6 +35,7 @@ from ranking.registry.ranker import (
 from ranking.registry.records import read_promotion_record
 from ranking.scoring.scorer import input_builder
 from ranking.student.config import StudentTrainConfig
+from ranking.trainer.promote import load_live_for_comparison, promote_if_better
 from tests.conftest import LAST
 from tests.ranking.conftest import SMALL
 from tests.world import link_tables
@@ -168,7 +167,7 @@ def test_only_a_promoted_ranker_goes_live(ranker_lake: Lake, folder: Path) -> No
 @pytest.mark.parametrize(
     "step",
     [
-        "ranking.registry.promotion.write_promotion_record",
+        "ranking.trainer.promote.write_promotion_record",
         "etl.tables.pointer.VersionPointer.promote",
         "ranking.registry.publication.remove_unreferenced_versions",
     ],
@@ -225,7 +224,7 @@ def test_a_rollback_during_a_promotion_waits_for_nothing_and_stays_in_force(
         assert main(rollback) == 0
         return PromotionDecision(version, True, ())
 
-    monkeypatch.setattr("ranking.registry.promotion.compare_rankers", roll_back_and_pass)
+    monkeypatch.setattr("ranking.trainer.promote.compare_rankers", roll_back_and_pass)
     with hold_leases(root, ["ranker-feed"], "gemline rank promote"), monkeypatch.context() as patch:
         patch.delenv(INHERITED_LEASES_ENV)  # the rollback is a command of its own
         with pytest.raises(TemporaryError, match="was changed by another command"):

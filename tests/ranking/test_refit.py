@@ -6,6 +6,7 @@ from datetime import UTC, date, datetime, time, timedelta
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from deltalake import DeltaTable
@@ -14,19 +15,17 @@ from mlflow import MlflowClient
 from etl.cli.runner import format_data_until
 from etl.errors import TemporaryError, UserError
 from etl.spec.units import DAY, DaySplit
+from etl.tables import atomic_io
 from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
+from etl.tables.pointer import PointerState
 from etl.tables.uri import StoragePath
 from gemline import main
 from ranking.inputs.segments import NEW
 from ranking.registry.export import TrainingSnapshot
 from ranking.registry.manifest import DAY_FILE, RankerTraining, offsets_of, read_manifest
 from ranking.registry.model_card import model_card
-from ranking.registry.promotion import (
-    PromotionConfig,
-    load_live_for_comparison,
-    promote_if_better,
-)
+from ranking.registry.promotion import PromotionConfig, PromotionDecision, ranker_predictions
 from ranking.registry.ranker import (
     ExportedRanker,
     live_pointer,
@@ -43,14 +42,14 @@ from ranking.scoring.segment_calibration import ALL_ROWS
 from ranking.student.config import DistillationConfig, SharedModule, StudentTrainConfig
 from ranking.student.trained import new_student
 from ranking.trainer.calibrate import predict_window, refresh_calibration, refresh_live_calibration
+from ranking.trainer.continuation import continue_training, day_windows, load_training_state
 from ranking.trainer.label_days import days_with_labels
-from ranking.trainer.refit import (
-    blocked_refit,
-    continue_training,
-    day_windows,
-    load_training_state,
-    refit_live_ranker,
+from ranking.trainer.promote import (
+    candidate_predictions,
+    load_live_for_comparison,
+    promote_if_better,
 )
+from ranking.trainer.refit import blocked_refit, refit_live_ranker
 from ranking.trainer.student_trainer import StudentTrainer
 from ranking.trainer.train import train_ranker
 from tests.conftest import FIRST, LAST
@@ -374,6 +373,48 @@ def test_the_gate_does_not_judge_the_recipe_of_a_live_refit_again(refits: Refits
     assert live_version(refits.lake.root, SURFACE) == refits.last
 
 
+def test_a_candidate_is_judged_with_the_labels_that_the_live_refit_has_learned(
+    refits: Refits,
+) -> None:
+    """After them it predicts as its refit serves."""
+    lake, until = refits.lake, refits.lake.spec.day_end(THIRD)
+    split = SPLIT.model_copy(update={"test_first": LAST, "test_last": LAST, "data_until": LAST})
+    gated, third = load_ranker(refits.gated), load_ranker(refits.third)
+    judged = candidate_predictions(lake, refits.gated, gated, until, split).predictions
+    served = ranker_predictions(third, lake, split).predictions
+    np.testing.assert_allclose(judged.probabilities, served.probabilities, atol=1e-5)
+    alone = candidate_predictions(lake, refits.gated, gated, None, split).predictions
+    assert np.abs(alone.probabilities - served.probabilities).max() > 1e-3
+
+
+def test_a_new_ranker_goes_live_with_the_labels_that_the_live_refit_has_learned(
+    refits: Refits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No service reads the version that has not learned them: both are published at once."""
+    lake = copy_with_own_rankers(refits.lake, tmp_path / "lake")
+    candidate = train_ranker(lake, SURFACE, SPLIT, CONFIG.model_copy(update={"seed": 1}))
+    published: list[str] = []
+
+    def passes(version: str, *_: object) -> PromotionDecision:
+        return PromotionDecision(version, True, ("click is better",))
+
+    def write_text(path: StoragePath, text: str) -> None:
+        if path.name == "current.json":
+            published.append(PointerState.model_validate_json(text).live)
+        atomic_io_write_text(path, text)
+
+    atomic_io_write_text = atomic_io.write_text
+    monkeypatch.setattr("ranking.trainer.promote.compare_rankers", passes)
+    monkeypatch.setattr("etl.tables.atomic_io.write_text", write_text)
+    config = PromotionConfig(segment_tolerance=1e9)
+    assert promote_if_better(lake, SURFACE, SPLIT, config).promoted
+    live = live_version(lake.root, SURFACE)
+    training = read_manifest(live).training
+    assert training and training.labels_until == END and training.refit_of == candidate.name
+    assert "click is better" in training.gate and published == [live.name]
+    assert live_pointer(lake.root, SURFACE).rollback() == candidate.name
+
+
 def test_a_refit_that_was_rolled_back_is_followed_by_none_until_it_is_unblocked(
     refits: Refits, tmp_path: Path, spec_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -409,13 +450,17 @@ def test_the_refit_of_a_version_that_is_rolled_back_meanwhile_is_not_published(
 ) -> None:
     lake = copy_with_own_rankers(refits.lake, tmp_path / "lake")
 
-    def refit_during_a_rollback(_: Lake, folder: StoragePath, *__: object) -> StoragePath:
+    def no_training(*_: object) -> None:
+        return None
+
+    def export_during_a_rollback(_: Lake, folder: StoragePath, *__: object) -> StoragePath:
         live_pointer(lake.root, SURFACE).rollback()
         refit = folder.parent / "refit"
         shutil.copytree(local_path(folder), local_path(refit))
         return refit
 
-    monkeypatch.setattr("ranking.trainer.refit._refit", refit_during_a_rollback)
+    monkeypatch.setattr("ranking.trainer.refit.continue_ranker", no_training)
+    monkeypatch.setattr("ranking.trainer.refit.export_refit", export_during_a_rollback)
     with pytest.raises(TemporaryError, match="was changed by another command"):
         refit_live_ranker(lake, SURFACE, END + DAY)
     assert live_version(lake.root, SURFACE).name == refits.third.name
@@ -457,7 +502,7 @@ def test_days_without_examples_are_skipped_between_others_and_refused_at_the_end
         is_third = window.end == own_lake.spec.day_end(THIRD)
         return [] if is_third else days_with_labels(reader, window)
 
-    monkeypatch.setattr("ranking.trainer.refit.days_with_labels", none_of_third)
+    monkeypatch.setattr("ranking.trainer.continuation.days_with_labels", none_of_third)
     refit = read_manifest(refit_live_ranker(own_lake, SURFACE, END)).training
     assert refit and refit.labels_until == END and refit.newest_labels["click"] < END
 
@@ -473,23 +518,31 @@ def judged_rows(training: RankerTraining) -> list[object]:
 
 
 def test_refits_within_a_day_learn_each_label_once_and_replace_each_other(refits: Refits) -> None:
-    root = Path(refits.lake.root).parent / "within"
-    lake = copy_with_own_rankers(refits.lake, root)
-    live_pointer(lake.root, SURFACE).rollback()
-    daily = live_version(lake.root, SURFACE)
-    live_pointer(lake.root, SURFACE).unblock(refits.last.name)
+    """One after midnight leaves a version of the end of the day, to which a rollback returns."""
+    lake = copy_with_own_rankers(refits.lake, Path(refits.lake.root).parent / "within")
+    pointer = live_pointer(lake.root, SURFACE)
+    while pointer.rollback() != refits.gated.name:
+        pass
+    for version in (refits.third, refits.last):
+        pointer.unblock(version.name)
+    evening = refit_live_ranker(lake, SURFACE, lake.spec.day_start(THIRD) + 18 * 3600)
     noon = refit_live_ranker(lake, SURFACE, NOON)
     training = read_manifest(noon).training
     assert noon.name.startswith(f"{LAST:%Y%m%d}-1200-") and training
     assert training.labels_until == NOON and training.evaluation
     assert training.evaluation.labels_from == lake.spec.day_end(THIRD)
     assert all(newest < NOON for newest in training.newest_labels.values())
-    evening = refit_live_ranker(lake, SURFACE, NOON + 6 * 3600)
-    assert DAY_FILE in read_manifest(evening).file_hashes
+    assert DAY_FILE in read_manifest(noon).file_hashes
     last = read_manifest(refit_live_ranker(lake, SURFACE, END))
-    assert last.training and DAY_FILE not in last.file_hashes
-    at_once = read_manifest(refits.last).training
-    assert at_once and last.training.newest_labels == at_once.newest_labels
-    assert judged_rows(last.training) == judged_rows(at_once)
-    assert not noon.is_dir() and not evening.is_dir()
-    assert live_pointer(lake.root, SURFACE).rollback() == daily.name
+    assert DAY_FILE not in last.file_hashes
+    assert not evening.is_dir() and not noon.is_dir()
+    day_end = read_manifest(pointer.folder / pointer.rollback())
+    at_once_last = read_manifest(refits.last).training
+    for stepwise, folder in ((last, refits.last), (day_end, refits.third)):
+        at_once = read_manifest(folder).training
+        assert stepwise.training and at_once
+        assert stepwise.training.labels_until == at_once.labels_until
+        assert stepwise.training.newest_labels == at_once.newest_labels
+    assert last.training and at_once_last
+    assert judged_rows(last.training) == judged_rows(at_once_last)
+    assert pointer.rollback() == refits.gated.name
