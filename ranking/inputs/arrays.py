@@ -31,6 +31,15 @@ from ranking.inputs.recency_features import RecencyArrays
 CategoricalIds = dict[str, Int64]
 
 
+def is_known_item(item_index: Int64, num_items: int) -> Bools:
+    """Which items (…) a ranker knows that was trained on `num_items` indices.
+
+    Reserved indices stand for no item, or for items that have no index yet: none of them is known.
+    """
+    known: Bools = (item_index >= RESERVED_ITEM_INDICES) & (item_index < num_items)
+    return known
+
+
 @dataclass(frozen=True)
 class ItemFeatures:
     """Items in any shape (…): a row of each embedding table, and content vectors (…, V)."""
@@ -265,8 +274,7 @@ class InputLookup(Generic[ArrayT]):
 
     def _gather_items(self, items: ItemFeatures) -> ArrayT:
         index = items.categorical[ITEM_TABLE]
-        is_known = (index >= RESERVED_ITEM_INDICES) & (index < self.num_known_items)
-        known_index = np.where(is_known, index, 0)
+        known_index = np.where(is_known_item(index, self.num_known_items), index, 0)
         return self.gather(items.categorical | {ITEM_TABLE: known_index}, items.content_vectors)
 
     def _similarity_ids(self, items: ItemFeatures) -> ArrayT:

@@ -8,6 +8,7 @@ from etl.array_types import Int64
 from etl.spec.attributes import CategoricalAttribute, LocalTimeAttribute
 from etl.spec.model import DataSpec
 from etl.spec.sections import NEW_ITEM
+from ranking.inputs.arrays import is_known_item
 
 SegmentValues = dict[str, Int64]
 OLD, NEW = 0, 1  # values of segment NEW_ITEM
@@ -37,14 +38,14 @@ def segment_values(
         spec: The data spec, which names the segments.
         columns: Arrays of categories that broadcast to that shape, by feature column.
         item_index: Items.
-        num_items: Items from this index on are new to the ranker.
+        num_items: Items from this index on are new to the ranker, like those without an index.
     """
     values = {
         segment: np.broadcast_to(columns[column], item_index.shape)
         for segment, column in segment_columns(spec).items()
     }
     if NEW_ITEM in spec.calibration_segments:
-        values[NEW_ITEM] = np.where(item_index < num_items, OLD, NEW)
+        values[NEW_ITEM] = np.where(is_known_item(item_index, num_items), OLD, NEW)
     return values
 
 
