@@ -116,7 +116,7 @@ class DistillationConfig(StrictModel):
         float,
         Field(ge=0),
         tyro.conf.arg(help="auxiliary: norm of the teacher's gradient over that of the labels'"),
-    ] = 0.3
+    ] = 0.1
     pretraining_epochs: Annotated[
         int,
         Field(ge=0),
