@@ -40,10 +40,16 @@ class TeacherAdapter(nn.Module):
         slope = torch.exp(self.slope)[teacher.version_index]
         return slope * teacher.logits + self.intercept[teacher.version_index]
 
-    def update(self, teacher: TeacherLogits, labels: Tensor, label_mask: Tensor) -> None:
-        """One optimizer step on the labels (B, O) of a batch."""
+    def update(
+        self, teacher: TeacherLogits, labels: Tensor, label_mask: Tensor, log_sampling_rate: Tensor
+    ) -> None:
+        """One optimizer step on the labels (B, O) of a batch, with sampled negatives.
+
+        `log_sampling_rate` (O) is that of the loss: corrected logits stay those of all rows.
+        """
         weights = label_mask * teacher.mask
-        loss = masked_loss(self(teacher), labels, weights, max(1.0, float(weights.sum())))
+        sampled_logits = self(teacher) - log_sampling_rate
+        loss = masked_loss(sampled_logits, labels, weights, max(1.0, float(weights.sum())))
         loss = loss + ADAPTER_L2 * (self.slope.square().sum() + self.intercept.square().sum())
         self.optimizer.zero_grad()
         torch.autograd.backward(loss)
@@ -192,7 +198,7 @@ class DistillationLoss:
             gradient = self.gradient_balancer(gradient, distilled.grad)
         torch.autograd.backward(hidden, gradient)
         if teacher and self.adapter:
-            self.adapter.update(teacher, batch.labels, batch.label_mask)
+            self.adapter.update(teacher, batch.labels, batch.label_mask, self.log_sampling_rate)
         return loss.detach()
 
     def backward_on_teacher(

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +15,6 @@ from etl.errors import UserError
 from ranking.distillation.losses import (
     DistillationLoss,
     GradientBalancer,
-    TeacherAdapter,
     distillation_loss,
 )
 from ranking.distillation.warm_start import copy_gem_modules
@@ -28,6 +26,7 @@ from ranking.student.trained import TrainedStudent, new_student
 from ranking.trainer.student_trainer import StudentTrainer
 from tests.conftest import LAST
 from tests.ranking.conftest import SMALL, batch_of, untrained_student
+from tests.ranking.teachers import OBJECTIVES, CertainTeacher, teacher_logits
 from training.config import TrainConfig
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
@@ -36,12 +35,9 @@ from training.distributed.process_group import process_group
 from training.distributed.sharding import local_shards
 from training.model.config import SCALES, GemOptions
 from training.teacher.embeddings import TeacherEmbeddings
-from training.teacher.predictions import TeacherLogits, TeacherPredictions
 from training.trainer.resume import new_manifest
 from training.trainer.state import TrainState, build_train_state
 from training.trainer.table_day import start_table_day
-
-OBJECTIVES = 3
 
 
 @pytest.fixture(scope="module")
@@ -52,22 +48,6 @@ def batch(reader: ExampleReader) -> Batch:
 @pytest.fixture
 def student(reader: ExampleReader) -> TrainedStudent:
     return untrained_student(reader, 0)
-
-
-class CertainTeacher(TeacherPredictions):
-    """A teacher that predicts every objective of every impression with certainty."""
-
-    def __init__(self) -> None:
-        self.versions = ["v1"]
-
-    def lookup(self, impression_ids: npt.NDArray[np.object_]) -> TeacherLogits:
-        return teacher_logits(torch.full((len(impression_ids), OBJECTIVES), 9.0))
-
-
-def teacher_logits(logits: torch.Tensor) -> TeacherLogits:
-    """Logits of one version of GEM, none missing."""
-    mask = torch.ones_like(logits, dtype=torch.bool)
-    return TeacherLogits(logits, mask, torch.zeros(len(logits), dtype=torch.long))
 
 
 def gradients(
@@ -208,51 +188,6 @@ def test_inputs_have_the_declared_axes_and_names_of_their_own(
             assert len(axes) == tensor.ndim, name
             for axis, size in zip(axes, tensor.shape, strict=True):
                 assert sizes.setdefault(axis, size) == size, (name, axis)
-
-
-def test_the_adapter_learns_to_correct_the_teacher() -> None:
-    torch.manual_seed(0)
-    adapter = TeacherAdapter(1, 1)
-    for _ in range(600):
-        truth = torch.randn(256, 1) - 1
-        labels = (torch.rand(256, 1) < torch.sigmoid(truth)).float()
-        adapter.update(teacher_logits(2 * truth + 1), labels, torch.ones_like(labels))
-    truth = torch.linspace(-3, 1, 5)[:, None]
-    assert (adapter(teacher_logits(2 * truth + 1)) - truth).abs().max() < 0.25
-
-
-def test_no_example_is_corrected_by_its_own_label(
-    student: TrainedStudent, batch: Batch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The corrected logits of a step do not depend on the labels of that step."""
-    corrected: list[torch.Tensor] = []
-    forward = TeacherAdapter.forward
-
-    def record(adapter: TeacherAdapter, teacher: TeacherLogits) -> torch.Tensor:
-        logits = forward(adapter, teacher)
-        corrected.append(logits.detach().clone())
-        return logits
-
-    monkeypatch.setattr(TeacherAdapter, "forward", record)
-    first_corrections, intercepts = [], []
-    for labels in (batch.labels, 1 - batch.labels):
-        torch.manual_seed(2)
-        loss = DistillationLoss.from_config(
-            DistillationConfig(use_adapter=True),
-            SMALL.hidden[1],
-            torch.zeros(OBJECTIVES),
-            CertainTeacher(),
-        )
-        assert loss.adapter
-        student.student.zero_grad()
-        corrected.clear()
-        flipped = replace(batch, labels=labels)
-        effects = student.position_effects(batch)
-        loss.backward(student.hidden(batch), student.student.head, flipped, effects)
-        first_corrections.append(corrected[0])
-        intercepts.append(loss.adapter.intercept.detach().clone())
-    torch.testing.assert_close(first_corrections[0], first_corrections[1])
-    assert (intercepts[0] - intercepts[1]).abs().max() > 0
 
 
 @settings(max_examples=20)
