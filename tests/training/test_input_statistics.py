@@ -34,9 +34,10 @@ from training.model.gem import Gem
 from training.model.numeric import quantile_edges
 from training.trainer import checkpoint
 from training.trainer.async_checkpoint import AsyncCheckpointer
+from training.trainer.number_edges import fit_numbers_of_day
 from training.trainer.resume import (
     first_day_statistics,
-    fit_new_numbers,
+    label_window_of_day,
     start_new_objectives,
     starting_point,
 )
@@ -238,7 +239,7 @@ def test_edges_are_those_of_the_latest_day_with_rows_where_the_last_day_has_none
     statistics = first_day_statistics(own, reader, manifest)
     assert statistics
     upgraded = build_train_state(manifest.next_day(SECOND, 1).without_edges())
-    fit_new_numbers(own, reader, upgraded)
+    fit_numbers_of_day(own, reader, upgraded)
     assert not upgraded.manifest.unfitted_numbers
     edges = upgraded.model.core.candidate_numeric.encoding.edges
     assert torch.equal(edges, quantile_edges(statistics.row_numeric, edges.shape[1] - 1))
@@ -326,7 +327,7 @@ def test_the_next_day_of_training_sets_the_edges_of_added_numbers(
     start, _ = starting_point(lake, reader, (SECOND, SECOND), manifest.training)
     assert start.unfitted_numbers == added
     fresh = build_train_state(start.model_copy(update={"trained_until": SECOND}))
-    fit_new_numbers(lake, reader, fresh)
+    fit_numbers_of_day(lake, reader, fresh)
     expected = fresh.model.core.candidate_numeric.encoding.edges
 
     train_days(lake, (SECOND, SECOND), manifest.training)
@@ -339,3 +340,41 @@ def test_the_next_day_of_training_sets_the_edges_of_added_numbers(
     assert torch.equal(edges[:-2][varied], trained_edges[:-2][varied]) and varied.any()
     assert torch.equal(edges[-2:], expected[-2:])
     assert not torch.equal(edges[-2:], trained_edges[-2:])
+
+
+def test_edges_follow_counts_that_have_outgrown_them(
+    own_gem_lake: Lake, group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the second day's first batch, by its rows; the average has the same edges."""
+    lake = own_gem_lake
+    manifest = checkpoint.read_manifest(checkpoint.checkpoint_path(lake.root, FIRST), None)
+    assert manifest
+    state = build_train_state(manifest)
+    checkpoint.load_checkpoint(checkpoint.checkpoint_path(lake.root, FIRST), state)
+    start = manifest.next_day(SECOND, 1)
+    state.manifest = start.model_copy(update={"batches": 1})
+    embedding, average = (
+        model.candidate_numeric for model in (state.model.core, cast("Gem", state.ema.module))
+    )
+    first_edges = embedding.encoding.edges.clone()
+    change_rows(lake, (SECOND, SECOND))
+    reader = latest_reader(lake, manifest.training)
+    monkeypatch.setattr("training.model.numeric.MIN_VALUES", 10)
+    fit_numbers_of_day(lake, reader, state)
+    assert torch.equal(embedding.encoding.edges, first_edges), "within a day they are kept"
+    state.manifest = start
+    fit_numbers_of_day(lake, reader, state)
+    statistics = input_statistics.input_statistics(
+        reader, SECOND, label_window_of_day(lake, SECOND, start)
+    )
+    assert statistics
+    expected = quantile_edges(statistics.row_numeric, first_edges.shape[1] - 1)
+    moved = (embedding.encoding.edges != first_edges).any(1)
+    counts = [name.startswith("cnt_") for name in manifest.features.numeric_columns]
+    assert moved[torch.tensor(counts)].float().mean() > 0.5
+    assert torch.equal(embedding.encoding.edges[moved], expected[moved])
+    assert torch.equal(average.encoding.edges, embedding.encoding.edges)
+    moments = state.optimizer.state[embedding.piecewise]
+    assert moments["exp_avg"][moved].eq(0).all() and moments["exp_avg"][~moved].ne(0).any()
+    squares = moments["exp_avg_sq"][moved]
+    assert squares.eq(squares[:, :1]).all() and squares.ne(0).any()

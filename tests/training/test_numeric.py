@@ -1,11 +1,16 @@
 """Numbers as rows: standardization and piecewise-linear encoding."""
 
+import copy
+
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from training.distributed.process_group import process_group
 from training.model.numeric import (
     MAX_OUTER,
     InputScale,
@@ -14,6 +19,7 @@ from training.model.numeric import (
     RunningStandardizer,
     quantile_edges,
 )
+from training.model.weights import full_values
 
 SEGMENTS = 4
 FINITE = st.floats(-1e3, 1e3, width=32)
@@ -152,3 +158,68 @@ def test_edges_keep_the_device_and_the_type_of_the_model() -> None:
     assert encoding.edges.device.type == device and encoding.edges.dtype == torch.float64
     expected = quantile_edges(values, 4).double()
     assert torch.equal(encoding.edges.cpu()[[0, 2]], expected[[0, 2]])
+
+
+def trained_embedding(values: torch.Tensor, segments: int) -> NumericEmbedding:
+    """An embedding of two features in one group, with weights that are not zero."""
+    embedding = NumericEmbedding(["group", "group"], 3, segments, scale_lr_factor=20)
+    embedding.encoding.fit(values)
+    for weight in embedding.parameters():
+        torch.nn.init.normal_(weight)
+    return embedding.eval()
+
+
+def test_functions_keep_their_values_at_new_edges_and_where_values_are_missing() -> None:
+    torch.manual_seed(0)
+    embedding = trained_embedding(torch.randn(500, 2), SEGMENTS)
+    values = 1 + 2 * torch.randn(500, 2)
+    edges = quantile_edges(values, SEGMENTS).T
+    missing = torch.full((1, 2), torch.nan)
+    inputs = torch.cat((edges, missing, edges))
+    inputs[-len(edges) :, 0] = torch.nan
+    before = embedding(inputs).rows
+    embedding.move_edges(values, torch.tensor([0, 1]))
+    torch.testing.assert_close(embedding.encoding.edges, edges.T)
+    torch.testing.assert_close(embedding(inputs).rows, before, rtol=1e-5, atol=1e-4)
+
+
+def test_edges_of_sharded_weights_are_moved_like_those_of_others() -> None:
+    torch.manual_seed(0)
+    embedding = trained_embedding(torch.randn(500, 2), SEGMENTS)
+    sharded = copy.deepcopy(embedding)
+    values, features = 1 + torch.randn(500, 2), torch.tensor([1])
+    embedding.move_edges(values, features)
+    with process_group():
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        sharded.move_edges(values, features)
+        for name, weight in sharded.named_parameters():
+            assert torch.equal(full_values(weight), embedding.get_parameter(name).detach()), name
+
+
+def test_edges_that_contain_the_old_ones_change_no_value_between_them() -> None:
+    torch.manual_seed(0)
+    zero_or_one = torch.arange(201)[:, None] // 100 > 0  # quantiles of two values
+    embedding = trained_embedding(zero_or_one * torch.tensor([1.0, 3.0]), 4)
+    inputs = torch.rand(50, 2) * torch.tensor([1.0, 3.0])
+    before = embedding(inputs).rows
+    values = torch.tensor([[0.0, 0.0], [0.2, 9.0], [0.5, 9.0], [0.7, 9.0], [1.0, 9.0]])
+    embedding.move_edges(values, torch.tensor([0]))
+    assert embedding.encoding.edges[0].tolist() == values[:, 0].tolist()
+    assert embedding.encoding.edges[1].tolist() == [0, 3, 3, 3, 3], "it was not to be moved"
+    torch.testing.assert_close(embedding(inputs).rows, before, rtol=1e-5, atol=1e-5)
+
+
+def test_edges_are_outdated_where_values_have_left_them() -> None:
+    """Columns: unchanged, shifted, small counts that equal edges, and one that was constant."""
+    torch.manual_seed(0)
+    values = torch.randn(4_000, 4)
+    values[:, 2] = torch.randint(3, (4_000,))
+    values[:, 3] = 5.0
+    encoding = PiecewiseLinearEncoding(4, 16)
+    encoding.fit(values)
+    assert not encoding.is_outdated(values).any()
+    later = values[torch.randperm(4_000)] + torch.tensor([0.0, 1.0, 0.0, 1.0])
+    assert encoding.is_outdated(later).tolist() == [False, True, False, False]
+    encoding.fit(later)
+    assert not encoding.is_outdated(later).any()
+    assert not encoding.is_outdated(values[:900]).any(), "too few values to judge by"

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from etl.errors import UserError
 from training.model.sequence.pyramid import EncodedEvents
+from training.model.weights import full_values, set_values
 
 
 class DomainGate(nn.Module):
@@ -53,12 +53,9 @@ class ObjectiveTowers(nn.Module):
 
     def start_from(self, outputs: Tensor) -> None:
         """Start the first outputs (n) from constants, such as logits of base rates, except NaN."""
-        bias, values = self.out_bias.data, outputs.to(self.out_bias)
-        values = F.pad(values, (0, len(bias) - len(values)), value=torch.nan)
-        if isinstance(bias, DTensor):  # sharded by FSDP
-            values = distribute_tensor(values, bias.device_mesh, bias.placements).to_local()
-            bias = bias.to_local()
-        bias.copy_(torch.where(values.isnan(), bias, values))
+        bias = full_values(self.out_bias)
+        values = F.pad(outputs.to(bias), (0, len(bias) - len(outputs)), value=torch.nan)
+        set_values(self.out_bias, torch.where(values.isnan(), bias, values))
 
     def forward(self, h: Tensor, surface: Tensor) -> Tensor:
         """Hidden units (B, H), or (B, O, H) if each tower has its own, and surfaces to logits."""

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from training.model.weights import full_values, set_values
+
 
 class RunningStandardizer(nn.Module):
     """Standardizes values (B, F) by running mean and variance; NaN and infinite values become 0.
@@ -78,6 +80,8 @@ def _quantiles(values: Tensor, levels: Tensor) -> Tensor:
 
 
 MAX_OUTER = 2.0  # segments' lengths that values beyond the outer edges count at most
+MAX_SEGMENT_SHARE = 2.0  # times its share of the values that a segment has before edges are moved
+MIN_VALUES = 1_000  # of a feature, from which edges are moved
 
 
 class PiecewiseLinearEncoding(nn.Module):
@@ -99,6 +103,23 @@ class PiecewiseLinearEncoding(nn.Module):
         """Use the quantiles of values (n, F) as edges, by default of all features."""
         edges = quantile_edges(values[:, features], self.segments)
         self.edges[features] = edges.to(self.edges)  # values are on the CPU
+
+    def is_outdated(self, values: Tensor) -> Tensor:
+        """Whether a feature's edges (F) are no longer quantiles of its values (n, F).
+
+        They are not if one segment has more than MAX_SEGMENT_SHARE times its share of the values,
+        or that many are beyond an outer edge; values that equal an edge do not count. With fewer
+        than MIN_VALUES values edges are kept, and so are those of a feature that was constant.
+        """
+        edges, columns = self.edges.contiguous(), values.to(self.edges).T.contiguous()
+        finite = columns.isfinite()
+        segment = torch.searchsorted(edges, columns)
+        is_inside = finite & (segment == torch.searchsorted(edges, columns, right=True))
+        counts = edges.new_zeros(len(edges), edges.shape[1] + 1)
+        counts.scatter_add_(1, segment, is_inside.to(counts))
+        num_values = finite.sum(1)
+        is_coarse = counts.amax(1) * self.segments > MAX_SEGMENT_SHARE * num_values
+        return is_coarse & (num_values >= MIN_VALUES) & ~self.is_constant
 
     @property
     def is_constant(self) -> Tensor:
@@ -166,6 +187,7 @@ class NumericEmbedding(nn.Module):
         numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         self.group_names = tuple(numbers)
         of_feature = torch.tensor([numbers[group] for group in groups], dtype=torch.int64)
+        self.register_buffer("group_of_feature", of_feature, persistent=False)
         self.register_buffer("order", of_feature.argsort(stable=True), persistent=False)
         sizes = torch.bincount(of_feature, minlength=len(numbers))
         self.inputs_by_group = [int(size) * (segments + 2) for size in sizes]
@@ -180,6 +202,37 @@ class NumericEmbedding(nn.Module):
         self.scale = InputScale(len(groups), scale_lr_factor) if scale_lr_factor else None
 
     order: Tensor
+    group_of_feature: Tensor
+
+    @torch.no_grad()
+    def move_edges(self, values: Tensor, features: Tensor) -> None:
+        """Use the quantiles of values (n, F) as edges of some features (f).
+
+        A feature's function keeps its values at the new edges, and where the feature is missing:
+        its row of segment t is the difference of the function at the edges t and t - 1, and the
+        function at the first edge is added to the bias of its group.
+        """
+        piecewise = full_values(self.piecewise)
+        edges = quantile_edges(values[:, features.cpu()].cpu(), self.encoding.segments)
+        knots = self.encoding.edges.new_zeros(edges.shape[1], len(piecewise))
+        knots[:, features] = edges.to(knots).T
+        components = self.encoding(knots, features)
+        at_edges = torch.einsum("kft,ftd->fkd", components, piecewise[features])
+        first = at_edges[:, 0]
+        piecewise = piecewise.index_copy(0, features, at_edges.diff(dim=1))
+        missing = full_values(self.missing).index_add(0, features, -first)
+        if self.scale:
+            first = (
+                first * (1 + self.scale.lr_factor * full_values(self.scale.weight))[features, None]
+            )
+        bias = full_values(self.bias).index_add(0, self.group_of_feature[features], first)
+        for weight, changed in (
+            (self.piecewise, piecewise),
+            (self.missing, missing),
+            (self.bias, bias),
+        ):
+            set_values(weight, changed)
+        self.encoding.edges[features] = edges.to(knots)
 
     def forward(self, values: Tensor) -> NumericRows:
         """Rows and standardized values; a missing value counts as the mean and is flagged."""

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
-from itertools import compress
 from typing import cast
 
 import torch
@@ -174,27 +173,7 @@ def first_day_statistics(
 
     They are of its last day or, in a joint training, of the latest day with rows.
     """
-    return _latest_statistics(lake, reader, manifest, manifest.first_training_day)
-
-
-def fit_new_numbers(lake: Lake, reader: ExampleReader, state: TrainState) -> None:
-    """Set the edges of numbers that have none, by the rows of the day that is trained next.
-
-    Numbers that had one value or none until now have none, either. If only labels of earlier days
-    became final on the day, the rows are those of the latest of these days. Weights of the numbers'
-    encodings are zero, so that this changes no prediction.
-    """
-    manifest, core = state.manifest, state.model.core
-    encodings = core.candidate_numeric.encoding, core.user_numeric.encoding
-    is_constant = torch.cat([encoding.is_constant for encoding in encodings]).tolist()
-    constant = compress(manifest.features.all_numeric_columns, is_constant)
-    unfitted = {*manifest.unfitted_numbers, *constant}
-    if not unfitted:
-        return
-    statistics = _latest_statistics(lake, reader, manifest, manifest.trained_until)
-    if statistics:
-        core.fit_numbers(statistics, unfitted)
-        state.manifest = manifest.model_copy(update={"unfitted_numbers": ()})
+    return latest_statistics(lake, reader, manifest, manifest.first_training_day)
 
 
 def start_new_objectives(lake: Lake, reader: ExampleReader, state: TrainState) -> None:
@@ -218,7 +197,7 @@ def start_new_objectives(lake: Lake, reader: ExampleReader, state: TrainState) -
         model.heads.start_from(outputs)
 
 
-def _latest_statistics(
+def latest_statistics(
     lake: Lake, reader: ExampleReader, manifest: Manifest, day: date
 ) -> InputStatistics | None:
     """Statistics of the latest day with rows, of the days whose labels GEM learns after `day`."""

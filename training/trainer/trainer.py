@@ -38,11 +38,11 @@ from training.trainer import checkpoint
 from training.trainer.async_checkpoint import AsyncCheckpointer
 from training.trainer.batch_pipeline import BatchPipeline, PreparedBatch
 from training.trainer.nan_guard import non_finite_loss_error
+from training.trainer.number_edges import fit_numbers_of_day
 from training.trainer.resume import (
     DayBatches,
     check_same_inputs,
     first_day_statistics,
-    fit_new_numbers,
     start_new_objectives,
     starting_point,
 )
@@ -128,7 +128,7 @@ class Trainer:
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         self.start_day(day)
-        fit_new_numbers(self.lake, self.reader, self.state)
+        fit_numbers_of_day(self.lake, self.reader, self.state)
         start_new_objectives(self.lake, self.reader, self.state)
         day_batches = DayBatches(self.lake, self.reader, day, self.state.manifest)
         batches = day_batches.for_rank(rank, world)
