@@ -1,5 +1,6 @@
 """The commands `gemline run`, `refresh`, `batch`, `manifests`, `upgrade` and `airflow`."""
 
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -31,11 +32,22 @@ class RunArgs(DayArgs):
 
     raw: Annotated[str, tyro.conf.arg(help="folder or URL of the raw logs")]
     scale: Annotated[Scale, tyro.conf.arg(help="size of GEM")] = "small"
+    gem: Annotated[
+        str, tyro.conf.arg(help="further flags of `gemline train gem`, in one argument")
+    ] = ""
 
     @property
     def paths(self) -> PipelinePaths:
         """The spec, raw logs and lake."""
         return PipelinePaths(self.spec, self.raw, self.lake)
+
+    @property
+    def gem_flags(self) -> tuple[str, ...]:
+        """Flags of `gemline train gem`. Raises UserError if a quotation mark has no end."""
+        try:
+            return ("--scale", self.scale, *shlex.split(self.gem))
+        except ValueError as error:
+            raise UserError(f"--gem {self.gem}: {error}") from None
 
 
 class UpgradeArgs(RunArgs):
@@ -52,7 +64,7 @@ def upgrade(args: UpgradeArgs) -> None:
 
     spec, old_spec = args.load_spec(), load_spec(args.old_spec)
     split = latest_mature_split(spec, *args.day_range)
-    steps = pipeline_steps(spec, args.paths, split, ("--scale", args.scale))
+    steps = pipeline_steps(spec, args.paths, split, args.gem_flags)
     plan = plan_upgrade(args.lake, old_spec, spec)
     print(f"changed keys: {', '.join(plan.changed_keys) or 'none'}")
     print(f"kept: {', '.join(plan.kept_tables) or 'nothing'}")
@@ -82,7 +94,7 @@ def _finished_steps(args: UpgradeArgs, old_spec: DataSpec, split: DaySplit) -> s
     finished: set[str] = set()
     for path in (args.spec, args.old_spec):
         paths = PipelinePaths(path, args.raw, args.lake)
-        steps = pipeline_steps(old_spec, paths, split, ("--scale", args.scale))
+        steps = pipeline_steps(old_spec, paths, split, args.gem_flags)
         pending = pending_steps(old_spec, paths, steps)
         finished |= {step.name for step in steps if step not in pending}
     return finished
@@ -160,7 +172,7 @@ def run(args: RunArgs) -> None:
         f"{split.calibration}, test on {split.test_first}; labels mature until {split.data_until}",
         flush=True,
     )
-    steps = pipeline_steps(spec, args.paths, split, ("--scale", args.scale))
+    steps = pipeline_steps(spec, args.paths, split, args.gem_flags)
     run_pipeline(spec, args.paths, steps)
     print(f"report: {resolve_uri(args.lake, 'report.html')}")
 
@@ -204,7 +216,7 @@ def manifests(args: ManifestsArgs) -> None:
     spec, cluster = load_spec(args.spec), load_cluster(args.cluster)
     split = latest_mature_split(spec, *args.day_range)
     paths = PipelinePaths(Path(cluster.home, args.spec), args.raw, args.lake)
-    steps = pipeline_steps(spec, paths, split, ("--scale", args.scale))
+    steps = pipeline_steps(spec, paths, split, args.gem_flags)
     files = render_files(cluster, spec, paths, steps, split.data_until)
     if args.out.exists() or args.out.is_symlink():
         raise UserError(f"{args.out} exists; remove it, or name another folder")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dags.commands import RunArgs
 from dags.pipeline import latest_mature_split, pipeline_steps
 from dags.runner import input_fingerprint, is_up_to_date, pending_steps, raw_file_states
 from dags.steps import RAW_SOURCE_KINDS, PipelinePaths, Step, earlier_steps
@@ -18,7 +19,7 @@ from etl.spec.units import DaySplit
 from etl.tables import step_state
 from tests.cli import parse_command
 from tests.conftest import ROOT
-from training.commands import SplitArgs
+from training.commands import GemArgs, SplitArgs
 
 SPECS = sorted((ROOT / "conf/specs").glob("*.yaml"))
 RAW = "raw"
@@ -54,6 +55,22 @@ def test_every_command_line_parses_and_names_the_days_of_the_split(path: Path) -
             assert split.train_first <= first <= last <= split.data_until, step.name
         if step.surface:
             assert getattr(args, "surface", None) == step.surface
+
+
+def test_a_run_passes_the_flags_of_gem_on() -> None:
+    path = ROOT / "conf/specs/simulator.yaml"
+    spec = load_spec(path)
+    split = latest_mature_split(spec, FIRST, date(2026, 1, 11))
+    flags = {"spec": path, "raw": "logs", "lake": "lake", "days": "2026-01-01:2026-01-11"}
+    gem = "--teacher.seeds 3 --teacher.blend lightgbm --scale base"
+    args = RunArgs.model_validate(flags | {"gem": gem})
+    steps = pipeline_steps(spec, args.paths, split, args.gem_flags)
+    (train,) = (step for step in steps if step.name == "gem")
+    parsed = parse_command(train.command)
+    assert isinstance(parsed, GemArgs) and parsed.scale == "base"
+    assert (parsed.teacher.seeds, parsed.teacher.blend) == (3, "lightgbm")
+    with pytest.raises(UserError, match="--gem .*: No closing quotation"):
+        _ = RunArgs.model_validate(flags | {"gem": "--scale 'base"}).gem_flags
 
 
 def test_labels_are_final_on_the_test_day_and_days_are_in_order() -> None:
