@@ -48,15 +48,19 @@ IMMUTABLE_CODES = KeyEffect(is_immutable=True)
 EXAMPLES = ("examples", "feature_statistics")
 AUDIENCE_COUNTS = ("audience_counts", "audience_quality")  # of impressions, and what is fitted
 CAMPAIGN_DAYS = ("campaign_days", "response_curves")  # of outcomes, and what is fitted to them
+# Predictions and embeddings of impressions, which GEM made before it learned them. Those of an
+# earlier GEM stay valid where the same impressions exist, whatever models read of them now.
+TEACHER_TABLES = ("teacher_predictions", "user_teacher_embeddings")
 EVENT_TABLES = KeyEffect(
     (
         *("events", "excluded_events", "ingest_metrics", "impressions", "late_retractions"),
         *("history", "user_event_counts", *EXAMPLES),
-        *(*AUDIENCE_COUNTS, *CAMPAIGN_DAYS, "forecast_supply"),
+        *(*TEACHER_TABLES, *AUDIENCE_COUNTS, *CAMPAIGN_DAYS, "forecast_supply"),
     )
 )
 
 LABEL_TABLES = KeyEffect(("impressions", "late_retractions", *CAMPAIGN_DAYS))
+OBJECTIVE_TABLES = KeyEffect((*LABEL_TABLES.tables, "teacher_predictions"))  # of other labels
 AUXILIARY_LABEL_TABLES = KeyEffect(("impressions",))
 CONTEXT_TABLES = KeyEffect(("events", "excluded_events", *EXAMPLES))
 USER_ATTRIBUTES = ("attributes_user", "attributes_user_snapshots")
@@ -85,7 +89,7 @@ ROI_CURVES = KeyEffect(("response_curves",))
 BUCKET_TABLES = KeyEffect(
     (
         *("events", "impressions", "history", "examples"),
-        *("late_retractions", "teacher_predictions", "user_teacher_embeddings"),
+        *("late_retractions", *TEACHER_TABLES),
     ),
     is_layout=True,
 )
@@ -109,7 +113,10 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "surfaces.*.ads": IMMUTABLE_CODES,
     "domains.*": MODEL_INPUTS,
     "events.*": IMMUTABLE_CODES,
-    "objectives.*": LABEL_TABLES,
+    "objectives.*": OBJECTIVE_TABLES,
+    "objectives.*.label_grace_period": LABEL_TABLES,  # the label that is predicted stays the same
+    "objectives.*.extra_windows": LABEL_TABLES,
+    "objectives.*.value": LABEL_TABLES,
     "objectives.*.retracted_by.event": EVENT_TABLES,  # its events name the event that they retract
     "auxiliary_objectives.*": AUXILIARY_LABEL_TABLES,
     "attributes.user.*": USER_TABLES,

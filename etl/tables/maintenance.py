@@ -119,11 +119,10 @@ def _existing_tables(lake: Lake) -> list[str]:
     return [name for name in sorted(table_registry(lake.spec)) if lake.exists(name)]
 
 
-# Tables with outputs of models, which may change with the spec, so these are rebuilt, too, unless
-# only the layout of tables changes, or only tables that no model reads.
-MODEL_OUTPUT_TABLES = {
-    "teacher_predictions",
-    "user_teacher_embeddings",
+# Tables with outputs of rankers, which may change with the spec, so these are rebuilt, too, unless
+# only the layout of tables changes, or only tables that no model reads. What GEM predicted before
+# it learned a day cannot be predicted again: it stays, unless impressions or objectives change.
+RANKER_OUTPUT_TABLES = {
     "scores",
     "forecast_sample",  # and what is built with it from the scored impressions
     "forecast_margins",
@@ -156,7 +155,9 @@ def plan_upgrade(lake_root: str, old_spec: DataSpec, new_spec: DataSpec) -> Upgr
     moved = {table for effect in effects if effect.is_layout for table in effect.tables}
     affected = {table for effect in effects if not effect.is_layout for table in effect.tables}
     if any(effect.affects_models for effect in effects):
-        affected |= MODEL_OUTPUT_TABLES
+        affected |= RANKER_OUTPUT_TABLES
+    if moved and "examples" in affected:  # which predictions follow to their new buckets
+        affected.add("teacher_predictions")
     # Of tables that the new spec does not have, no step would know, nor erase users from them.
     affected |= {*table_registry(old_spec)} - {*table_registry(new_spec)}
     existing = [name for name in table_registry(old_spec) if lake.exists(name)]

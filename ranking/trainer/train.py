@@ -14,6 +14,7 @@ from etl.spec.units import DaySplit, date_range
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from ranking.distillation import domain, warm_start
+from ranking.distillation.coverage import warn_of_missing_predictions
 from ranking.inputs.from_tables import RankerInputs, load_teacher_history
 from ranking.registry.export import export_ranker
 from ranking.registry.manifest import read_manifest
@@ -124,14 +125,18 @@ def load_teacher_predictions(
 ) -> TeacherPredictions | None:
     """The teacher's predictions for the training days; None if a student learns labels only.
 
-    Raises UserError if it is to learn from the model of its domain, and there is none.
+    A warning says so if GEM has predicted few of their impressions. Raises UserError if it is to
+    learn from the model of its domain, and there is none.
     """
     if config.distillation.kind == "none":
         return None
     if config.distillation.teacher == "domain":
         (surface,) = surfaces
         return domain.load_domain_predictions(lake, surface, split)
-    return TeacherPredictions.of_gem(lake, list(date_range(split.train_first, split.train_last)))
+    days = list(date_range(split.train_first, split.train_last))
+    teacher = TeacherPredictions.of_gem(lake, days)
+    warn_of_missing_predictions(lake, surfaces, days, teacher)
+    return teacher
 
 
 def init_student(

@@ -2,13 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
+import numpy as np
+import pyarrow.compute as pc
+import pytest
 import torch
 
+from etl.spec.units import DaySplit
+from etl.tables import arrow, model_schemas, schemas
 from etl.tables.lake import Lake
 from ranking.student.config import DistillationConfig, StudentTrainConfig
 from ranking.student.trained import new_student
 from ranking.trainer.student_trainer import StudentTrainer
+from ranking.trainer.train import load_teacher_predictions
 from tests.conftest import FIRST, LAST
 from tests.ranking.conftest import SMALL
 from training.data.batch import Batch, Shuffle
@@ -18,6 +25,10 @@ from training.teacher.embeddings import TeacherEmbeddings
 from training.teacher.predictions import TeacherPredictions
 
 DAYS = [LAST]
+SPLIT = DaySplit(
+    train_first=FIRST + timedelta(days=1), train_last=LAST, calibration=None, test_first=LAST,
+    test_last=LAST, data_until=LAST,
+)  # fmt: skip
 
 
 def trainer_of(lake: Lake, epochs: int, with_teacher: bool = True) -> StudentTrainer:
@@ -94,3 +105,29 @@ def test_without_a_teacher_or_epochs_nothing_is_pretrained(gem_lake: Lake) -> No
         trainer.pretrain([FIRST, LAST], labels_of(gem_lake))
         for name, tensor in trainer.student.student.state_dict().items():
             assert torch.equal(tensor, before[name]), name
+
+
+def test_a_warning_names_the_days_that_the_teacher_has_not_predicted(
+    own_gem_lake: Lake, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Predictions of other surfaces do not count."""
+    config = StudentTrainConfig(model=SMALL)
+    load_teacher_predictions(own_gem_lake, ("feed",), SPLIT, config)
+    assert "GEM has predicted" not in caplog.text
+    schema = model_schemas.teacher_predictions(own_gem_lake.spec)
+    stored = arrow.snapshot(own_gem_lake, schema)
+    examples = arrow.snapshot(own_gem_lake, schemas.examples(own_gem_lake.spec)).read()
+    is_feed = np.asarray(examples["surface"]) == own_gem_lake.spec.surface_codes["feed"]
+    of_feed = pc.is_in(stored.read()["impression_id"], examples.filter(is_feed)["impression_id"])
+    days = [SPLIT.train_first + timedelta(days=n) for n in range(3)]
+    of_last = pc.equal(stored.read()["day"], LAST)
+    kept = stored.read().filter(pc.or_(pc.invert(of_feed), of_last))
+    arrow.replace_rows(own_gem_lake, schema, kept, "true", {})
+    assert own_gem_lake.rows_by_day(schema.name)[days[1]] > 0, "of other surfaces"
+    load_teacher_predictions(own_gem_lake, ("feed",), SPLIT, config)
+    share = pc.sum(pc.and_(of_feed, of_last)).as_py() / pc.sum(of_feed).as_py()
+    message = f"feed: GEM has predicted {100 * share:.0f}% of the impressions from {days[0]} to"
+    assert f"{message} {LAST} (none on {days[0]}, {days[1]})" in caplog.text
+    caplog.clear()
+    load_teacher_predictions(own_gem_lake, ("feed",), SPLIT, config.labels_only())
+    assert not caplog.text

@@ -13,6 +13,7 @@ from datetime import date, timedelta
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -62,8 +63,9 @@ def write_teacher_outputs(
 ) -> int:
     """Score each day with the latest earlier GEM, and replace the day in both tables.
 
-    Days without such a GEM, or without impressions of the surface that it was trained on, get no
-    rows; rankers train on them without a teacher. The rows of a day at a time are in memory. The
+    Days without such a GEM keep the rows of an earlier one that is gone, as after an upgrade. If
+    they have none, or no impressions of the surface that GEM was trained on, rankers train on them
+    without a teacher. The rows of a day at a time are in memory. The
     first day of a training of GEM is scored twice: to fit the compressor, and to write it.
 
     Args:
@@ -87,7 +89,7 @@ def write_teacher_outputs(
         teacher_day = max((last for last in trained_until if last < trained_before), default=None)
         if teacher_day is None:
             log.info("no GEM was trained before %s: %s is not scored", trained_before, day)
-            _write_empty_day(lake, day)
+            _keep_or_empty_day(lake, day, trained_before)
             continue
         teacher = load_teacher(lake, teacher_day, day)
         teacher.reader.require_days(day, day)
@@ -110,6 +112,23 @@ def _output_schemas(spec: DataSpec) -> tuple[TableSchema, TableSchema]:
 def _write_empty_day(lake: Lake, day: date) -> None:
     for schema in _output_schemas(lake.spec):
         _replace_day(lake, schema, arrow_schema(schema).empty_table(), day, {})
+
+
+def _keep_or_empty_day(lake: Lake, day: date, trained_before: date) -> None:
+    """Make a day empty, except in a table whose rows are of a GEM that was trained before a day."""
+    for schema in _output_schemas(lake.spec):
+        if not _has_rows_trained_before(lake, schema, day, trained_before):
+            _replace_day(lake, schema, arrow_schema(schema).empty_table(), day, {})
+
+
+def _has_rows_trained_before(
+    lake: Lake, schema: TableSchema, day: date, trained_before: date
+) -> bool:
+    """Whether a day has rows, all of a GEM that was trained before a day."""
+    if not lake.exists(schema.name):
+        return False
+    trained_until = arrow.snapshot(lake, schema).read(["fm_trained_until"], day=day)[0]
+    return len(trained_until) > 0 and pc.max(trained_until).as_py() < trained_before
 
 
 def _write_day(lake: Lake, day: date, teacher: Teacher, scored: ScoredDay) -> None:
