@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -15,9 +16,12 @@ from scipy.special import expit
 
 from etl.errors import UserError
 from etl.signature import SIGNING_KEY_VARIABLE, TRUSTED_KEY_VARIABLE
-from etl.tables import arrow, label_schemas, model_schemas
-from etl.tables.lake import Lake
+from etl.spec import load_spec
+from etl.tables import arrow, label_schemas, model_schemas, schemas
+from etl.tables.lake import Lake, arrow_schema
+from etl.tables.maintenance import upgrade_lake
 from tests.conftest import FIRST, LAST
+from tests.dags.test_upgrade import new_counter, write_changed_spec
 from tests.world import World, copy_of
 from training.baseline import feature_names_of, load_tabular
 from training.config import TeacherConfig, TrainConfig
@@ -232,6 +236,51 @@ def test_an_upgrade_replaces_the_gems_of_all_seeds(taught: Lake, tmp_path: Path)
     assert [training.item_table_rows for training in members] == [larger, larger]
     assert [training.seed for training in members] == [CONFIG.seed, CONFIG.seed + 1]
     assert not list(Path(own.root, "models", "gem").rglob(f"{SECOND}/gem.json"))
+
+
+def test_after_an_upgrade_gem_scores_alone_until_there_are_new_trees(
+    taught: Lake, spec_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trees of another spec without an upgrade of GEM from it stay an error."""
+    own = with_new_counter(copy_of(taught, tmp_path / "lake"), spec_path)
+    upgrade_teacher(own)
+    assert write_teacher_outputs(own, (LAST, LAST)) > 0
+    assert "scored by GEM alone, because the teacher's trees until 2026-01-03" in caplog.text
+    schema = model_schemas.teacher_predictions(own.spec)
+    rows = arrow.snapshot(own, schema).read(day=LAST)
+    assert rows["logit_click"].null_count == 0
+    stored = {row["impression_id"]: row for row in rows.to_pylist()}
+    (first, reader), (second, _) = (load_train_state(own, THIRD, member) for member in (0, 1))
+    for batch in reader.batches([LAST], ALL_LABELS, 512, Shuffle(None)):
+        members = [s.model(batch).logits.detach().double().numpy() for s in (first, second)]
+        found = [
+            [stored[impression][f"logit_{name}"] for name in own.spec.objectives]
+            for impression in batch.impression_ids
+        ]
+        np.testing.assert_allclose(found, (members[0] + members[1]) / 2, atol=1e-4)
+    train_teacher(own, (LAST, LAST), CONFIG, Timeline())
+    train_teacher_trees(own, (LAST, LAST), CONFIG)
+    next_day = load_teacher(own, LAST, LAST + timedelta(days=1))
+    assert next_day.trees is not None and next_day.weights.any()
+    assert next_day.manifest.upgraded_from == ()
+    manifest = Path(own.root, "models", "gem", "trees", f"{THIRD}", "trees.json")
+    manifest.write_text(manifest.read_text().replace(taught.spec.hash, "of-another-lake"))
+    with pytest.raises(UserError, match="check --spec and --lake"):
+        load_teacher(own, THIRD, LAST)
+
+
+def with_new_counter(lake: Lake, spec_path: Path) -> Lake:
+    """A lake that was upgraded to a spec with another window, of which the counters are zero."""
+    new = load_spec(write_changed_spec(spec_path, Path(lake.root, "new.yaml"), new_counter))
+    rows = arrow.snapshot(lake, schemas.examples(lake.spec)).read()
+    upgrade_lake(lake.root, lake.spec, new)
+    upgraded, schema = Lake(lake.root, new), schemas.examples(new)
+    for field in arrow_schema(schema):
+        if field.name not in rows.column_names:
+            zeros = pa.array(np.zeros(len(rows)), field.type)
+            rows = rows.append_column(field, zeros)
+    arrow.replace_rows(upgraded, schema, rows.select(list(schema.columns)), "true", {})
+    return upgraded
 
 
 def test_logits_of_a_day_are_those_of_its_predictions(taught: Lake) -> None:

@@ -3,6 +3,7 @@
 B impressions of a batch, n of a bucket, O objectives.
 """
 
+import logging
 from dataclasses import dataclass
 from datetime import date, timedelta
 
@@ -25,6 +26,7 @@ from training.model.gem import GemOutput
 from training.teacher.blend import blend, blend_weights, remove_old_day_logits
 from training.teacher.trees import (
     Trees,
+    is_waiting_for_trees,
     load_trees,
     remove_old_trees,
     train_trees,
@@ -34,6 +36,8 @@ from training.trainer import checkpoint
 from training.trainer.state import Manifest, TrainState
 from training.trainer.throughput import Timeline
 from training.trainer.trainer import load_train_state, train_days
+
+log = logging.getLogger(__name__)
 
 
 def train_teacher(
@@ -150,15 +154,23 @@ class TreeScores:
 def load_teacher(lake: Lake, trained_until: date, day: date) -> Teacher:
     """The teacher that was trained until a day, with the weights for scoring a later `day`.
 
+    After an upgrade, GEM is alone until trees of the new spec have been trained.
+
     Raises UserError if a GEM or the trees are missing or read other inputs than the spec has.
     """
     state, reader = load_train_state(lake, trained_until)
     config = state.manifest.training
     others = range(1, config.teacher.seeds)
     members = (state, *(load_train_state(lake, trained_until, member)[0] for member in others))
+    no_trees = Teacher(members, reader, None, None, np.zeros(len(lake.spec.objectives)))
     if config.teacher.blend is None:
-        weights = np.zeros(len(lake.spec.objectives))
-        return Teacher(members, reader, None, None, weights)
+        return no_trees
+    if is_waiting_for_trees(lake, trained_until, state.manifest.upgraded_from):
+        log.warning(
+            "%s: scored by GEM alone, because the teacher's trees until %s are of the spec before "
+            "an upgrade; `gemline train gem` for the next day trains new ones", day, trained_until,
+        )  # fmt: skip
+        return no_trees
     inputs = trees_reader(lake, config)
     trees = load_trees(lake, trained_until, feature_names_of(inputs))
     fitted = blend_weights(lake, trained_until, day, config.teacher.blend_days)

@@ -4,7 +4,7 @@ B impressions, O objectives.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import Path
@@ -145,10 +145,24 @@ def _publish(
     atomic_io.write_text(folder / MANIFEST, text)
 
 
+def is_waiting_for_trees(lake: Lake, day: date, upgraded_from: Collection[str]) -> bool:
+    """Whether an upgrade carried GEM over, but not the trees of a day: the next day has new ones.
+
+    `upgraded_from` are the specs before, by the manifest of GEM. Trees of any other spec are not
+    of this lake.
+    """
+    try:
+        manifest = _read_manifest(trees_path(lake.root, day))
+    except (ValidationError, SignatureError):
+        return False
+    return bool(upgraded_from) and (manifest is None or manifest.spec_hash in upgraded_from)
+
+
 def load_trees(lake: Lake, day: date, feature_names: tuple[str, ...]) -> Trees:
     """The trees that were trained until a day.
 
-    Raises UserError if they are missing, were changed, or read other features than the spec has.
+    Raises UserError if they are missing, were changed, or read other features than the spec has, as
+    those of a wrong lake do, or those before an upgrade by an earlier version of Gemline.
     """
     folder = trees_path(lake.root, day)
     advice = "run `gemline train gem` for that day again"
@@ -160,8 +174,8 @@ def load_trees(lake: Lake, day: date, feature_names: tuple[str, ...]) -> Trees:
         raise UserError(f"the teacher's trees until {day} are missing: {advice}")
     if (manifest.spec_hash, manifest.feature_names) != (lake.spec.hash, feature_names):
         raise UserError(
-            f"the teacher's trees until {day} read other features than now, as after an upgrade: "
-            "run `gemline train gem` for the next day, and score the days after it"
+            f"the teacher's trees until {day} read other features than now: check --spec and "
+            "--lake, or run `gemline train gem` for the next day, and score the days after it"
         )
     try:
         files = _intact_files(folder, manifest)

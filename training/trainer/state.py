@@ -73,6 +73,8 @@ class Manifest(StrictModel):
         layout: Rows that modules were trained on, if the features were changed since.
         unfitted_numbers: Numbers without edges yet: those that an upgrade added, or all if the
             first training had no rows; the next day with rows has their edges.
+        upgraded_from: Hashes of the specs under which the model learned the day, if it was carried
+            over to another one since; its trees were not.
         spec_max_length: Events per history by the spec; those of `training` differ if they were set
             by an option. None in manifests of earlier versions.
         precision_map: How linear layers are computed with `--compute.precision fp8`.
@@ -99,6 +101,7 @@ class Manifest(StrictModel):
     base_rates: dict[str, float] = {}
     layout: Layout = {}
     unfitted_numbers: tuple[str, ...] = ()
+    upgraded_from: tuple[str, ...] = ()
     training: TrainConfig
     spec_max_length: int | None = None
     precision_map: PrecisionMap | None = None
@@ -159,17 +162,10 @@ class Manifest(StrictModel):
 
     def next_day(self, day: date, num_shards: int) -> "Manifest":
         """The manifest of the same model before the first batch of a day."""
-        return self.model_copy(
-            update={
-                "trained_until": day,
-                "complete": False,
-                "num_shards": num_shards,
-                "batches": 0,
-                "consumed_batches": (),
-                "embedding_resets": 0,
-                "first_batch_digests": (),
-            }
-        )
+        position = {"trained_until": day, "complete": False, "num_shards": num_shards}
+        zeros = dict.fromkeys(("batches", "embedding_resets"), 0)
+        empty = dict.fromkeys(("consumed_batches", "first_batch_digests", "upgraded_from"), ())
+        return self.model_copy(update={**position, **zeros, **empty})
 
     def is_same_run(self, other: "Manifest") -> bool:
         """Whether both belong to the same training run, possibly at different steps."""
@@ -179,7 +175,7 @@ class Manifest(StrictModel):
 PROGRESS_FIELDS = {  # of a manifest: they may differ within a training run
     "trained_until", "complete", "batches", "steps", "rows", "consumed_batches", "num_shards",
     "base_rates", "unfitted_numbers", "first_batch_digests", "embedding_resets", "precision_map",
-    "spec_max_length", "state_dir", "file_hashes",
+    "upgraded_from", "spec_max_length", "state_dir", "file_hashes",
 }  # fmt: skip
 TABLE_WISE = (ShardingType.TABLE_WISE,)
 TABLE_AND_ROW_WISE = (*TABLE_WISE, ShardingType.ROW_WISE)

@@ -138,6 +138,7 @@ def upgraded_manifest(lake: Lake, old: Manifest, item_table_rows: int) -> Manife
     return old.model_copy(
         update={
             "spec_hash": spec.hash,
+            "upgraded_from": tuple(sorted({*old.upgraded_from, old.spec_hash} - {spec.hash})),
             "features": features,
             "attributes": spec.attributes,
             "event_types": spec.sequences[training.sequence].events or (),
