@@ -122,6 +122,10 @@ class TrainConfig(StrictModel):
         ),
     ] = "daily"
     passes: Annotated[int, Field(ge=1), tyro.conf.arg(help="passes over the rows of a day")] = 2
+    edges_follow_values: Annotated[
+        bool,
+        tyro.conf.arg(help="before a day, move the edges of numbers that its values have left"),
+    ] = False
     reset_embeddings_each_pass: Annotated[
         bool,
         tyro.conf.arg(help="reset all embeddings before each further pass over a day (MEDA)"),

@@ -69,7 +69,7 @@ def test_a_run_passes_the_flags_of_gem_on() -> None:
     parsed = parse_command(train.command)
     assert isinstance(parsed, GemArgs) and parsed.scale == "base"
     assert (parsed.teacher.seeds, parsed.teacher.blend) == (3, "lightgbm")
-    with pytest.raises(UserError, match="--gem .*: No closing quotation"):
+    with pytest.raises(UserError, match="No closing quotation"):
         _ = RunArgs.model_validate(flags | {"gem": "--scale 'base"}).gem_flags
 
 

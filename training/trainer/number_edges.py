@@ -19,24 +19,28 @@ from training.trainer.state import TrainState
 def fit_numbers_of_day(lake: Lake, reader: ExampleReader, state: TrainState) -> None:
     """Before the first batch of a day, fit edges of numbers to the rows that are trained next.
 
-    Numbers that had one value or none until now get their first edges; those whose values have left
-    their edges, such as counts of a week in the first days of a log, get others. If only labels of
-    earlier days became final on the day, the rows are those of the latest of these days. No
-    prediction of a value at an edge is changed.
+    Numbers that had one value or none until now get their first edges: weights of their encodings
+    are zero, so that this changes no prediction. With `edges_follow_values`, numbers whose values
+    have left their edges, such as counts of a week in the first days of a log, get others, at which
+    predictions stay the same. If only labels of earlier days became final on the day, the rows are
+    those of the latest of these days.
     """
     manifest, core = state.manifest, state.model.core
-    is_fitted = not manifest.steps and not manifest.unfitted_numbers  # the state was built of it
-    if manifest.batches or is_fitted:
+    encodings = core.candidate_numeric.encoding, core.user_numeric.encoding
+    is_constant = torch.cat([encoding.is_constant for encoding in encodings]).tolist()
+    constant = compress(manifest.features.all_numeric_columns, is_constant)
+    unfitted = {*manifest.unfitted_numbers, *constant}
+    is_later_day = manifest.steps > 0 and manifest.batches == 0
+    follows = manifest.training.edges_follow_values and is_later_day
+    if not (unfitted or follows):
         return
     statistics = latest_statistics(lake, reader, manifest, manifest.trained_until)
     if statistics is None:
         return
-    encodings = core.candidate_numeric.encoding, core.user_numeric.encoding
-    is_constant = torch.cat([encoding.is_constant for encoding in encodings]).tolist()
-    constant = set(compress(manifest.features.all_numeric_columns, is_constant))
-    move_edges(state, statistics)
+    if follows:
+        move_edges(state, statistics)
     for model in (core, cast("Gem", state.ema.module)):
-        model.fit_numbers(statistics, {*manifest.unfitted_numbers, *constant})
+        model.fit_numbers(statistics, unfitted)
     state.manifest = manifest.model_copy(update={"unfitted_numbers": ()})
 
 
