@@ -124,8 +124,9 @@ NEXT_ACTION = GemOptions(sequence=SequenceOptions(next_action_weight=0.1, flow="
         FixedSizes(),
         TrainConfig(scale="tiny", model=NEXT_ACTION, item_table_rows=1024),
         TrainConfig(scale="tiny", model=activation_unit(cls_tokens=2), item_table_rows=1024),
+        TrainConfig(scale="tiny", model=GemOptions(value_loss_weight=0.1), item_table_rows=1024),
     ],
-    ids=["default", "fixed sizes", "next action, both directions", "activation unit"],
+    ids=["default", "fixed sizes", "next action, both directions", "activation unit", "values"],
 )
 def test_a_step_after_the_lookup_reads_no_value(
     features: FeatureSchema, config: TrainConfig
