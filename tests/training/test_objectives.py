@@ -16,6 +16,7 @@ from etl.errors import UserError
 from features.schema import FeatureSchema
 from training.config import TrainConfig
 from training.data.batch import Batch, NegativeSampling
+from training.data.input_statistics import SAMPLE_ROWS, mean_labels
 from training.model.config import GemOptions, SequenceOptions
 from training.model.gem import GemOutput
 from training.model.heads import (
@@ -54,6 +55,16 @@ def test_a_chain_multiplies_conditional_probabilities(parents: tuple[tuple[str, 
     probabilities = torch.sigmoid(EsmmChain(NAMES, dict(parents))(x))
     torch.testing.assert_close(probabilities, torch.sigmoid(x).cumprod(1))
     assert torch.equal(EsmmChain(NAMES, {})(x), x)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-4, 1e-3, 1e-2, 1.0])
+def test_a_base_rate_is_that_of_the_sample(rate: float) -> None:
+    """Within a tenth also where the sample has two outcomes; finite with none or only outcomes."""
+    rows = SAMPLE_ROWS
+    labels = (np.arange(rows) < round(rate * rows)).astype(np.float32)[:, None]
+    mean = mean_labels([(labels, np.ones((rows, 1), bool))])
+    start = torch.logit(mean)
+    assert start.isfinite() and start.sigmoid().item() == pytest.approx(rate, rel=0.1, abs=1e-5)
 
 
 def test_a_chain_starts_from_the_rates_of_its_objectives() -> None:

@@ -18,7 +18,7 @@ from training.data.partition import ExamplePartition
 from training.data.reader import ExampleReader
 
 SAMPLE_ROWS = 20_000
-PRIOR_ROWS, PRIOR_RATE = 20.0, 0.1  # keep the base rate of an objective without outcomes off zero
+PRIOR_ROWS, PRIOR_RATE = 1.0, 0.1  # keep the base rate of an objective without outcomes off zero
 
 
 def input_statistics(
@@ -44,7 +44,7 @@ def input_statistics(
         row_numeric=torch.from_numpy(even_sample(np.concatenate(row_numeric))),
         user_numeric=torch.from_numpy(even_sample(np.concatenate(user_numeric))),
         base_rates=_base_rates(labelled),
-        auxiliary_means=_mean_labels([(p.extra_labels, p.extra_mask) for p in labelled]),
+        auxiliary_means=mean_labels([(p.extra_labels, p.extra_mask) for p in labelled]),
     )
 
 
@@ -76,12 +76,12 @@ def _sample_partitions(
 
 def _base_rates(partitions: Sequence[ExamplePartition]) -> Tensor:
     """The rate (O) of each objective; NaN for those without final labels, which take days."""
-    rates = _mean_labels([(p.labels, p.label_mask) for p in partitions])
+    rates = mean_labels([(p.labels, p.label_mask) for p in partitions])
     has_labels = np.any([p.label_mask.any(0) for p in partitions], axis=0)
     return torch.where(torch.from_numpy(has_labels), rates, torch.nan)
 
 
-def _mean_labels(parts: Sequence[tuple[Float32, Bools]]) -> Tensor:
+def mean_labels(parts: Sequence[tuple[Float32, Bools]]) -> Tensor:
     """The mean (O) of labels (n, O) where their mask (n, O) is true, shrunk to the prior rate."""
     labels, mask = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     totals = (labels * mask).sum(0) + PRIOR_ROWS * PRIOR_RATE
