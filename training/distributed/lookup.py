@@ -19,11 +19,12 @@ from training.distributed.sharding import TorchrecTables
 
 @dataclass(frozen=True)
 class StartedLookup:
-    """A look-up whose ids have been sent."""
+    """A look-up whose ids have been sent; `requested` are the ids (n) of each table."""
 
     tables: DistributedModelParallel
     context: EmbeddingCollectionContext
     ids: Awaitable[KJTList]
+    requested: Mapping[str, Tensor]
 
     def vectors(self) -> dict[str, Tensor]:
         """The present vectors (n, d) of the ids of each table; a collective call, once."""
@@ -32,6 +33,8 @@ class StartedLookup:
             stream = torch.cuda.current_stream()
             ids.record_stream(stream)
             self.context.record_stream(stream)
+            for requested in self.requested.values():
+                requested.record_stream(stream)
         tables: TorchrecTables = self.tables.module
         return tables.by_table(tables.collection.compute_and_output_dist(self.context, ids))
 
@@ -44,4 +47,4 @@ def start_lookup(tables: DistributedModelParallel, ids: Mapping[str, Tensor]) ->
     collection = tables.module.collection
     context = collection.create_context()
     splits = collection.input_dist(context, tables.module.jagged_ids(ids))
-    return StartedLookup(tables, context, splits.wait())
+    return StartedLookup(tables, context, splits.wait(), ids)

@@ -79,14 +79,21 @@ def table_sizes(features: FeatureSchema, item_rows: int, user_buckets: int = 0) 
 
 @dataclass(frozen=True)
 class EmbeddingVectors:
-    """Vectors by table: `candidates` (B, d), `users` (R, d) and `events` (P, d)."""
+    """Vectors by table: `candidates` (B, d), `users` (R, d) and `events` (P, d).
+
+    The vectors of events that are `dropped_events` (P) are not those of their items but of the
+    unknown item; None if nothing asks.
+    """
 
     candidates: dict[str, Tensor]
     users: dict[str, Tensor]
     events: dict[str, Tensor]
+    dropped_events: Tensor | None = None
 
     @classmethod
-    def of_batch(cls, batch: Batch, vectors: Mapping[str, Tensor]) -> "EmbeddingVectors":
+    def of_batch(
+        cls, batch: Batch, vectors: Mapping[str, Tensor], dropped_events: Tensor | None = None
+    ) -> "EmbeddingVectors":
         """The vectors (n, d) of the `table_ids` of a batch, divided by its parts."""
         shared = {
             name: vectors[name].split((len(batch), len(vectors[name]) - len(batch)))
@@ -98,6 +105,7 @@ class EmbeddingVectors:
             | {name: of_candidates for name, (of_candidates, _) in shared.items()},
             users={name: vectors[name] for name in user_tables},
             events={name: of_events for name, (_, of_events) in shared.items()},
+            dropped_events=dropped_events,
         )
 
     def map(
@@ -105,7 +113,7 @@ class EmbeddingVectors:
     ) -> "EmbeddingVectors":
         """The vectors after a transformation of each part."""
         parts = (self.candidates, self.users, self.events)
-        return EmbeddingVectors(*map(transform, parts))
+        return EmbeddingVectors(*map(transform, parts), dropped_events=self.dropped_events)
 
 
 def lookup_embeddings(

@@ -187,15 +187,20 @@ class FollowedEvents(NamedTuple):
 
 
 def sample_followed_events(
-    offsets: Tensor, total: int, max_samples: int = MAX_SAMPLES
+    offsets: Tensor,
+    total: int,
+    max_samples: int = MAX_SAMPLES,
+    is_dropped: Tensor | None = None,
 ) -> FollowedEvents:
     """At most `max_samples` random events of `total` that have a successor in their request.
 
-    The number of samples does not depend on how many there are, so that no host waits for it.
+    The number of samples does not depend on how many there are, so that no host waits for it. An
+    event that `is_dropped` (total) is no successor.
     """
     is_last = torch.zeros(total + 1, dtype=torch.bool, device=offsets.device)
     is_last = is_last.index_fill(0, offsets, True)[1:]  # the event before each offset
-    priority = torch.rand(total, device=offsets.device).masked_fill(is_last, -1.0)
+    is_excluded = is_last if is_dropped is None else is_last | is_dropped.roll(-1)
+    priority = torch.rand(total, device=offsets.device).masked_fill(is_excluded, -1.0)
     chosen = priority.topk(min(max_samples, total))
     return FollowedEvents(chosen.indices, chosen.values >= 0)
 

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from etl.errors import UserError
-from features.schema import FeatureSchema
+from features.schema import ITEM_TABLE, FeatureSchema
 from training.config import TrainConfig
 from training.data.batch import Batch, NegativeSampling
 from training.data.history_selection import HistorySelection
@@ -269,9 +269,20 @@ class GemModel:
     def __call__(self, batch: Batch, lookup: StartedLookup | None = None) -> GemOutput:
         """Logits and embeddings of a batch, whose look-up may have been started."""
         selection = self.core.select_history(batch)
-        vectors = lookup.vectors() if lookup else self.tables(self.table_ids(batch, selection))
-        divided = EmbeddingVectors.of_batch(batch, vectors)
+        ids = lookup.requested if lookup else self.table_ids(batch, selection)
+        vectors = lookup.vectors() if lookup else self.tables(dict(ids))
+        dropped = self._dropped_events(batch, selection, ids)
+        divided = EmbeddingVectors.of_batch(batch, vectors, dropped)
         return cast(GemOutput, self.dense(batch, selection, divided))
+
+    def _dropped_events(
+        self, batch: Batch, selection: HistorySelection, ids: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        """The events (P) that are looked up as the unknown item although their item has a row."""
+        if not (self.core.training and self.core.history.next_action_losses):
+            return None
+        rows = self.item_rows(batch.history.item_index[selection.positions])
+        return ids[ITEM_TABLE][len(batch) :] != rows
 
 
 class NonFiniteLossError(ArithmeticError):
