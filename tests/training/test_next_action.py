@@ -42,9 +42,7 @@ def state_of_item_vectors() -> TrainState:
                 shard.rows.zero_()
     projection = state.model.core.history.candidate_projection
     nn.init.zeros_(projection.bias)
-    projection.register_forward_hook(
-        lambda _module, _inputs, vectors: F.normalize(vectors, dim=1)
-    )
+    projection.register_forward_hook(lambda _module, _inputs, vectors: F.normalize(vectors, dim=1))
     return state
 
 
@@ -83,11 +81,11 @@ def test_perfect_queries_have_no_loss(starts_early: bool) -> None:
         ) -> tuple[EncodedEvents, FollowedEvents, Tensor, Tensor, Tensor]:
             _, sample, offsets, ids, vectors = inputs
             targets.append(int(sample.exist.sum()))
-            module.query_projection = nn.Identity()
             next_vectors = own.roll(-1, 0)[: int(offsets[-1])]
             encoded = EncodedEvents(SHARPNESS * next_vectors, offsets, offsets)
             return encoded, sample, offsets, ids, vectors
 
+        nn.init.eye_(module.query_projection.weight)
         module.register_forward_pre_hook(perfect_queries)
         core.train()
         torch.manual_seed(0)

@@ -1,35 +1,45 @@
 """Training on 2 and 4 processes equals training on one, and sends the bytes of the formula."""
 
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from benchmarks.harness import SIMULATOR_SPEC
 from etl.array_types import Float64
+from etl.spec import load_spec
 from etl.tables.lake import Lake
-from features.schema import FeatureSchema
+from features.schema import FeatureSchema, feature_schema
 from tests.training.many import (
     ITEMS,
     SIZES,
     Parallelism,
     TrainingResult,
+    run,
     some_batches,
     train,
     train_on_processes,
 )
 from training.data.batch import Batch
+from training.data.synthetic import BatchShape, random_batch
 from training.distributed.communication import expected_all_to_all_bytes
-from training.distributed.dense import layers_to_shard
-from training.distributed.process_group import process_group
-from training.model.embeddings import table_sizes
+from training.distributed.dense import layers_to_shard, parallelize
+from training.distributed.process_group import build_mesh, process_group
+from training.model.config import SequenceOptions
+from training.model.embeddings import TorchEmbeddingTables, item_row_map_up_to, table_sizes
 from training.model.gem import Gem
 from training.model.hyformer import HyFormerLayer
 from training.model.interaction.token_mixing import MixerBlock
 from training.model.interaction.wukong import WukongLayer
 from training.trainer.state import TABLE_AND_ROW_WISE
+from training.trainer.step import EmaModel, GemModel
 
 STEPS, ROW_BYTES = 3, 4 * SIZES.embedding_dim
 MAX_NORM = 0.02  # below the norms of all steps
@@ -205,6 +215,72 @@ def test_each_layer_of_an_interaction_module_is_gathered_alone(
     gem = Gem(batches[0], SIZES.model_copy(update={"interaction": interaction}))
     layers = {module for module in gem.interaction.modules() if isinstance(module, layer)}
     assert layers and layers <= set(layers_to_shard(gem))
+
+
+def batch_of_users(features: FeatureSchema, seed: int) -> Batch:
+    """Requests of their own users, most of whose events match the candidate."""
+    batch = random_batch(features, BatchShape(2, 1, 60, ITEMS), seed)
+
+    def few(ids: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: values % 3 for name, values in ids.items()}
+
+    history = replace(batch.history, item_categorical=few(batch.history.item_categorical))
+    as_of = torch.full_like(batch.as_of, 10**7 + seed)
+    categorical = few(batch.row_categorical)
+    return replace(batch, as_of=as_of, history=history, row_categorical=categorical)
+
+
+def counts_of(
+    features: FeatureSchema, steps: Sequence[Sequence[Batch]], sharded: bool, rank: int, world: int
+) -> dict[str, Tensor]:
+    """The buffers of a model after some steps; a process without a batch repeats its last one."""
+    torch.manual_seed(0)
+    sequence = SequenceOptions(next_action_weight=0.1)
+    core = Gem(features, SIZES.model_copy(update={"sequence": sequence})).train()
+    rows = table_sizes(features, ITEMS, SIZES.user_hash_buckets)
+    tables = TorchEmbeddingTables(rows, SIZES.embedding_dim)
+    dense = parallelize(core, EmaModel(core), build_mesh(1), sharded)
+    items = item_row_map_up_to(ITEMS)
+    model = GemModel(core, dense, tables, items, SIZES.user_hash_buckets)
+    for number, step in enumerate(steps):
+        own = step[rank::world] or [steps[number - 1][rank].as_padding()]
+        for batch in own:
+            model(batch).logits.sum().backward()
+    return {name: buffer.clone() for name, buffer in core.named_buffers()}
+
+
+def count_and_save(
+    rank: int, world: int, features: FeatureSchema, steps: Sequence[Sequence[Batch]], folder: str
+) -> None:
+    """Save the buffers of one of several processes, with DDP and with FSDP."""
+    init_method = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method, rank=rank, world_size=world)
+    torch.set_num_threads(1)
+    buffers = [counts_of(features, steps, sharded, rank, world) for sharded in (False, True)]
+    torch.save(buffers, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_statistics_are_those_of_the_batches_of_all_processes(tmp_path: Path) -> None:
+    """All processes have the buffers of one process that reads all batches, and padding adds none.
+
+    Frequencies of items decay with each batch, in another order.
+    """
+    features, world = feature_schema(load_spec(SIMULATOR_SPEC)), 4
+    steps = [[batch_of_users(features, world * n + m) for m in range(world)] for n in range(STEPS)]
+    steps[-1].pop()
+    with process_group():
+        expected = counts_of(features, steps, False, 0, 1)
+    run(count_and_save, (world, features, steps, str(tmp_path)), world)
+    saved = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(world)]
+    gaps = sum(x.sum() for name, x in expected.items() if name.endswith("gap_count"))
+    assert gaps > 40 * world
+    for buffers in itertools.chain.from_iterable(saved):
+        for name, values in expected.items():
+            rtol, atol = (1e-2, 0.0) if name.endswith("item_frequency.counts") else (1e-5, 1e-6)
+            torch.testing.assert_close(buffers[name], values, rtol=rtol, atol=atol, msg=name)
+    for first, *others in zip(*saved, strict=True):
+        assert all(torch.equal(other[name], x) for other in others for name, x in first.items())
 
 
 GRADIENTS = {"rare": (1.0, 0.0), "hot": (1.0, 1.0), "mixed": (1.0, 0.5)}  # by group

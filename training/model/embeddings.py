@@ -112,8 +112,8 @@ class EmbeddingVectors:
         self, transform: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     ) -> "EmbeddingVectors":
         """The vectors after a transformation of each part."""
-        parts = (self.candidates, self.users, self.events)
-        return EmbeddingVectors(*map(transform, parts), dropped_events=self.dropped_events)
+        candidates, users, events = map(transform, (self.candidates, self.users, self.events))
+        return EmbeddingVectors(candidates, users, events, self.dropped_events)
 
 
 def lookup_embeddings(

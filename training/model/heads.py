@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from etl.errors import UserError
+from training.model.running_counts import RunningCounts
 from training.model.sequence.pyramid import EncodedEvents
 from training.model.weights import full_values, set_values
 
@@ -209,7 +211,7 @@ FREQUENCY_BUCKETS = 2**16
 FREQUENCY_DECAY = 0.999  # by batch: counts of about the last thousand
 
 
-class ItemFrequency(nn.Module):
+class ItemFrequency(RunningCounts):
     """The share of each item among sampled events, from counts that decay with each batch.
 
     Counted over many batches, because each item of a single one seems equally rare. Items are
@@ -228,6 +230,19 @@ class ItemFrequency(nn.Module):
         self.counts.mul_(FREQUENCY_DECAY)
         self.counts.index_add_(0, buckets, exist.to(self.counts))
         return self.counts[buckets] / self.counts.sum().clamp(min=1e-12)
+
+    @override
+    def increments(self) -> list[Tensor]:
+        """The items that were counted, and the number of batches that were: one or none."""
+        before = self._base("counts")
+        is_counted = (self.counts != before).any()
+        return [(self.counts - FREQUENCY_DECAY * before) * is_counted, is_counted]
+
+    @override
+    def add(self, increments: Sequence[Tensor]) -> None:
+        """Count the items of all processes, and decay by the batch of each."""
+        counts, batches = increments
+        self.counts.copy_(self._base("counts") * FREQUENCY_DECAY**batches + counts)
 
 
 class NextActionLoss(nn.Module):

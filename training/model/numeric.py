@@ -8,11 +8,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
+from training.model.running_counts import RunningCounts
 from training.model.weights import full_values, set_values
 
+Moments = tuple[Tensor, Tensor, Tensor]  # count, mean and variance of each feature
 
-class RunningStandardizer(nn.Module):
+
+class RunningStandardizer(RunningCounts):
     """Standardizes values (B, F) by running mean and variance; NaN and infinite values become 0.
 
     In training the statistics are updated with a batch before it is scaled, so training and serving
@@ -22,6 +26,7 @@ class RunningStandardizer(nn.Module):
     mean: Tensor
     variance: Tensor
     count: Tensor
+    _batch: Moments  # of this process in a step on several processes
 
     def __init__(self, num_features: int, max_count: float = 20_000) -> None:
         super().__init__()
@@ -44,15 +49,43 @@ class RunningStandardizer(nn.Module):
 
         The count is capped at `max_count`, which makes the statistics a moving average.
         """
-        count = finite.sum(0)
-        divisor = count.clamp(min=1)
-        mean = torch.where(finite, values, 0.0).sum(0) / divisor
-        variance = torch.where(finite, values - mean, 0.0).square_().sum(0) / divisor
+        batch = _moments(values, finite)
+        if self.base is not None:
+            self._batch = batch
+        self._merge(*batch)
+
+    def _merge(self, count: Tensor, mean: Tensor, variance: Tensor) -> None:
         weight = count / (self.count + count).clamp(min=1)
         delta = mean - self.mean
         self.variance += weight * (variance - self.variance + (1 - weight) * delta**2)
         self.mean += weight * delta
         self.count.copy_((self.count + count).clamp(max=self.max_count))
+
+    @override
+    def increments(self) -> list[Tensor]:
+        """Count, and sums of values and squares about the mean of the base."""
+        count, mean, variance = (x.double() for x in self._batch)
+        shift = mean - self._base("mean")
+        return [count, count * shift, count * (variance + shift.square())]
+
+    @override
+    def add(self, increments: Sequence[Tensor]) -> None:
+        """Merge the statistics of the batches of all processes, as those of one batch."""
+        count, total, squares = increments
+        shift, square = (x / count.clamp(min=1) for x in (total, squares))
+        for name, values in self.named_buffers(recurse=False):
+            values.copy_(self._base(name))
+        variance = (square - shift.square()).clamp(min=0)
+        self._merge(*(x.to(self.mean) for x in (count, self.mean + shift, variance)))
+
+
+def _moments(values: Tensor, finite: Tensor) -> Moments:
+    """Count, mean and variance (F) of the finite values (B, F)."""
+    count = finite.sum(0)
+    divisor = count.clamp(min=1)
+    mean = torch.where(finite, values, 0.0).sum(0) / divisor
+    variance = torch.where(finite, values - mean, 0.0).square_().sum(0) / divisor
+    return count, mean, variance
 
 
 def quantile_edges(values: Tensor, segments: int) -> Tensor:

@@ -5,8 +5,11 @@ R requests, M matching events, G groups, T event types (column 0 of T + 1 is the
 width, d row width, H heads.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from features.recency import (
     AGE_BUCKETS,
@@ -17,6 +20,7 @@ from features.recency import (
 )
 from training.data.matching import AttributeMatches, AttributeRecency, MatchedGaps
 from training.model.history.events import age_bucket
+from training.model.running_counts import RunningCounts
 from training.model.sequence.attention import split_heads
 from training.ops.attention import dispatch
 from training.ops.ragged import QueryKeyPairs
@@ -47,7 +51,7 @@ class MatchedAttention(nn.Module):
 USER_VALUE_SLOTS = 2**16
 
 
-class InterArrivalStats(nn.Module):
+class InterArrivalStats(RunningCounts):
     """Mean time between two events of a type with items of one attribute value, over all users.
 
     The sums are accumulated in training from the histories of the batches, so they contain no
@@ -84,6 +88,23 @@ class InterArrivalStats(nn.Module):
         self.total_span.view(-1).index_add_(0, cell, (gaps.seconds * is_new).double())
         self.gap_count.view(-1).index_add_(0, cell, is_new.double())
         self.counted_until.scatter_reduce_(0, slot, gaps.as_of, "amax")
+
+    @override
+    def increments(self) -> list[Tensor]:
+        """The gaps that were added, and their sums."""
+        names = "total_span", "gap_count"
+        return [self.get_buffer(name) - self._base(name) for name in names]
+
+    @override
+    def add(self, increments: Sequence[Tensor]) -> None:
+        """Add the gaps of all processes, which read different users."""
+        for name, added in zip(("total_span", "gap_count"), increments, strict=True):
+            self.get_buffer(name).copy_(self._base(name) + added)
+
+    @override
+    def maxima(self) -> list[Tensor]:
+        """The time until which gaps were counted."""
+        return [self.counted_until]
 
 
 def _is_latest(slot: Tensor, time: Tensor) -> Tensor:
