@@ -20,17 +20,35 @@ class CarryOver:
     """The correspondence between the parameters of two models.
 
     `changed` are the columns that both have but read differently: each counts as another feature of
-    the same name. `numbers` counts the numbers that were carried over, added and dropped.
+    the same name. `numbers` counts the numbers that were carried over, added and dropped. New
+    positions start as a template, where their axis has one, only if `uses_templates`.
     """
 
     old: Gem
     new: Gem
     changed: Collection[str] = ()
     numbers: Counter[str] = field(default_factory=Counter)
+    uses_templates: bool = True
 
     def without_counts(self) -> "CarryOver":
         """The same correspondence, for further state of the same parameters."""
         return replace(self, numbers=Counter())
+
+    def of_optimizer(self) -> "CarryOver":
+        """The same correspondence for the state of an optimizer, which no position starts with."""
+        return replace(self, numbers=Counter(), uses_templates=False)
+
+    def carried(self, old: Tensors, new: Tensors) -> dict[str, Tensor]:
+        """Whether each position of the new tensors, by parameter name, has the value of an old one.
+
+        Args:
+            old: Tensors of the old model.
+            new: Tensors of the new model.
+        """
+        ones = {name: torch.ones_like(values) for name, values in old.items()}
+        zeros = {name: torch.zeros_like(values) for name, values in new.items()}
+        is_carried = self.of_optimizer().tensors(ones, zeros)
+        return {name: values.bool() for name, values in is_carried.items()}
 
     def tensors(self, old: Tensors, new: Tensors, prefix: str = "") -> dict[str, Tensor]:
         """The tensors of the new model, with the values of the old one where it has them.
@@ -106,7 +124,7 @@ class CarryOver:
             positions.append(target)
         result[torch.meshgrid(*positions, indexing="ij")] = selected
         for dim, after in enumerate(by_dim[1]):
-            if after is not None and after.template is not None:
+            if self.uses_templates and after is not None and after.template is not None:
                 added = sorted(set(range(new.shape[dim])) - set(positions[dim].tolist()))
                 source = torch.full((len(added),), after.names.index(after.template))
                 result.index_copy_(

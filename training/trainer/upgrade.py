@@ -204,22 +204,42 @@ def carry_over(old: TrainState, manifest: Manifest) -> tuple[TrainState, Counter
     return new, same.numbers
 
 
+SECOND_MOMENT = "exp_avg_sq"  # of AdamW
 OptimizerState = dict[str, dict[str, Tensor]]  # by parameter, then by name of the state
 
 
 def _carry_optimizer(same: CarryOver, old: OptimizerState, new: OptimizerState) -> OptimizerState:
-    """The state of the dense optimizer; that of new positions is zero."""
+    """The state of the dense optimizer; that of new positions is zero, except second moments.
+
+    A parameter without any position of the old one has the state of a new parameter.
+    """
     carried = {parameter: dict(state) for parameter, state in new.items()}
     names = sorted({name for state in new.values() for name in state})
     for name in names:
-        before, after = (
-            {parameter: state[name] for parameter, state in states.items() if name in state}
-            for states in (old, new)
-        )
-        of_parameter = same.without_counts()
-        for parameter, values in of_parameter.tensors(before, after).items():
+        states = _of_name(old, name), _of_name(new, name)
+        for parameter, values in same.of_optimizer().tensors(*states).items():
             carried[parameter][name] = values
+    moments = _of_name(old, SECOND_MOMENT), _of_name(new, SECOND_MOMENT)
+    for parameter, is_carried in same.carried(*moments).items():
+        if is_carried.any():
+            _fill_second_moment(carried[parameter], ~is_carried)
+        else:
+            carried[parameter] = dict(new[parameter])
     return carried
+
+
+def _of_name(states: OptimizerState, name: str) -> dict[str, Tensor]:
+    return {parameter: state[name] for parameter, state in states.items() if name in state}
+
+
+def _fill_second_moment(state: dict[str, Tensor], is_new: Tensor) -> None:
+    """Start the second moments of new positions at the mean of the others.
+
+    All positions of a parameter have one count of steps: from zero, and after a long training, the
+    first steps of a position would be several times the learning rate.
+    """
+    moments = state[SECOND_MOMENT]
+    state[SECOND_MOMENT] = torch.where(is_new, moments[~is_new].mean(), moments)
 
 
 def _larger(old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
