@@ -51,8 +51,8 @@ class ParallelismConfig(StrictModel):
     moment_scale: Annotated[
         Positive | None,
         tyro.conf.arg(
-            help="factor on the tables' optimizer state, because averaging over copies makes it "
-            "too small; by default the number of copies"
+            help="divisor of the tables' optimizer state, which averaging over copies makes too "
+            "large for rows that only one of them trains; by default the number of copies"
         ),
     ] = None
     row_wise: Annotated[bool, tyro.conf.arg(help="let the planner shard tables by rows")] = False
