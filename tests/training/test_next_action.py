@@ -85,7 +85,7 @@ def test_perfect_queries_have_no_loss(starts_early: bool) -> None:
             encoded = EncodedEvents(SHARPNESS * next_vectors, offsets, offsets)
             return encoded, sample, offsets, ids, vectors
 
-        nn.init.eye_(module.query_projection.weight)
+        nn.init.eye_(module.get_parameter("query_projection.weight"))
         module.register_forward_pre_hook(perfect_queries)
         core.train()
         torch.manual_seed(0)
