@@ -23,11 +23,12 @@ from training.data.reader import ExampleReader
 from training.data.shards import Epoch, ShardDataset
 from training.model.embeddings import ItemRowMap, TorchEmbeddingTables, table_sizes
 from training.model.gem import Gem
+from training.trainer.average import EmaModel
 from training.trainer.checkpoint import list_checkpoints, verified_state_dir
 from training.trainer.compute import apply_compute_config
 from training.trainer.resume import check_same_inputs
 from training.trainer.state import Manifest, latest_reader
-from training.trainer.step import EmaModel, GemModel
+from training.trainer.step import GemModel
 
 Day = str | date
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from etl.array_types import Float64
 from etl.spec.base import StrictModel
-from training.trainer.step import EmaModel
+from training.trainer.average import EmaModel
 
 Inputs = tuple[Any, ...]
 MEMBERS = 2  # of the models of `bench tabular` and `bench sequence`

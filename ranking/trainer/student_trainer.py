@@ -26,7 +26,8 @@ from training.data.batch import Batch, NegativeSampling, Shuffle
 from training.data.label_window import LabelWindow
 from training.evaluation.predictions import Predictions, predict
 from training.teacher.predictions import TeacherPredictions
-from training.trainer.step import EmaModel, per_objective
+from training.trainer.average import EmaModel
+from training.trainer.step import per_objective
 
 ITEM_WEIGHT = f"tables.tables.{ITEM_TABLE}.weight"
 FIRST_PRETRAINING_EPOCH = 500  # numbers of epochs determine the order of their rows

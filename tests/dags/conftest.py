@@ -10,6 +10,9 @@ import pytest
 
 from dags.orchestration import standalone
 from dags.steps import PipelinePaths
+from etl.spec import load_spec
+from etl.tables.lake import Lake, create_table
+from etl.tables.schemas import table_registry
 from tests.conftest import FIRST
 
 
@@ -38,3 +41,12 @@ def posted_alerts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, st
         monkeypatch.setenv("GEMLINE_ALERTS", f"http://127.0.0.1:{server.server_port}")
         yield posted
         server.shutdown()
+
+
+@pytest.fixture(scope="package")
+def empty(tmp_path_factory: pytest.TempPathFactory, spec_path: Path) -> Lake:
+    """A lake with all tables of the shared spec, without rows; tests only read it."""
+    lake = Lake(str(tmp_path_factory.mktemp("empty")), load_spec(spec_path))
+    for schema in table_registry(lake.spec).values():
+        create_table(lake, schema)
+    return lake

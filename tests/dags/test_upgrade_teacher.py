@@ -8,7 +8,7 @@ import pytest
 
 from etl.spec import load_spec
 from etl.spec.effects import TEACHER_TABLES
-from etl.tables.lake import Lake, create_table
+from etl.tables.lake import Lake
 from etl.tables.maintenance import plan_upgrade
 from etl.tables.schemas import table_registry
 from gemline import main
@@ -83,15 +83,12 @@ REBUILT: dict[SpecChange, set[str]] = {
 
 @pytest.mark.parametrize("change", REBUILT, ids=lambda change: change.__name__)
 def test_outputs_of_gem_are_removed_with_their_impressions_or_objectives_only(
-    spec_path: Path, tmp_path: Path, change: SpecChange
+    empty: Lake, spec_path: Path, tmp_path: Path, change: SpecChange
 ) -> None:
     """Of other buckets, predictions follow the examples, so that they need them."""
-    old = load_spec(spec_path)
-    lake = Lake(str(tmp_path / "lake"), old)
-    for schema in table_registry(old).values():
-        create_table(lake, schema)
+    old = empty.spec
     new = load_spec(write_changed_spec(spec_path, tmp_path / "new.yaml", change))
-    plan = plan_upgrade(lake.root, old, new)
+    plan = plan_upgrade(empty.root, old, new)
     assert {*TEACHER_TABLES} & {*plan.rebuilt_tables} == REBUILT[change]
     kept = {*TEACHER_TABLES} - REBUILT[change]
     before, after = table_registry(old), table_registry(new)

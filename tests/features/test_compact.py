@@ -167,7 +167,9 @@ def test_days_that_counters_need_or_that_are_compacted_are_refused(lake_copy: La
             build_history(lake_copy, days)
 
 
-@pytest.mark.parametrize("last", [UNTIL, UNTIL + timedelta(days=1)])
+@pytest.mark.parametrize(
+    "last", [pytest.param(UNTIL, marks=pytest.mark.proof), UNTIL + timedelta(days=1)]
+)
 def test_all_compacted_days_can_be_built_again_at_once(
     lake_copy: Lake, built: Lake, last: date
 ) -> None:

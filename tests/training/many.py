@@ -37,8 +37,9 @@ from training.model.gem import Gem
 from training.precision.linear import apply_precision_map, linear_sites
 from training.precision.precision_map import PrecisionMap, RecipeName
 from training.precision.valve import SafetyValve
+from training.trainer.average import EmaModel
 from training.trainer.state import TABLE_WISE, latest_reader
-from training.trainer.step import EmaModel, GemModel, Loss
+from training.trainer.step import GemModel, Loss
 
 SIZES = SCALES["tiny"].model_copy(update={"user_hash_buckets": 64})
 ITEMS = 128

@@ -129,6 +129,7 @@ def test_a_model_without_history_resumes_and_scores(own: Lake, spec_path: Path) 
     assert len(teacher_outputs(own, spec_path, THIRD)) > 0
 
 
+@pytest.mark.proof
 def test_one_process_loads_what_two_processes_trained(own: Lake, spec_path: Path) -> None:
     train(own, spec_path, str(FIRST), "--processes", "2")
     assert len(teacher_outputs(own, spec_path, SECOND)) > 0

@@ -22,7 +22,7 @@ from training.model.embeddings import (
 from training.model.gem import Gem, GemOutput
 from training.model.heads import ObjectiveTowers
 from training.model.history.events import PRIOR_EVENTS, TypeMeanSimilarity
-from training.trainer.step import EmaModel
+from training.trainer.average import EmaModel
 
 USERS = 64
 TINY = SCALES["tiny"].model_copy(update={"user_hash_buckets": USERS})

@@ -38,8 +38,9 @@ from training.model.gem import Gem
 from training.model.hyformer import HyFormerLayer
 from training.model.interaction.token_mixing import MixerBlock
 from training.model.interaction.wukong import WukongLayer
+from training.trainer.average import EmaModel
 from training.trainer.state import TABLE_AND_ROW_WISE
-from training.trainer.step import EmaModel, GemModel
+from training.trainer.step import GemModel
 
 STEPS, ROW_BYTES = 3, 4 * SIZES.embedding_dim
 MAX_NORM = 0.02  # below the norms of all steps

@@ -51,11 +51,12 @@ from training.model.gem import Gem
 from training.precision.precision_map import PrecisionMap
 from training.precision.probe import Probe
 from training.precision.valve import SafetyValve
+from training.trainer.average import EmaModel
 from training.trainer.compute import apply_compute_config
 from training.trainer.embedding_ttl import LastAccess
 from training.trainer.item_rows import ManagedItemRows
 from training.trainer.optimizer import dense_optimizer
-from training.trainer.step import EmaModel, GemModel
+from training.trainer.step import GemModel
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^[0-9A-Za-z_-]+\.safetensors$")]
