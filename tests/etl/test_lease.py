@@ -1,6 +1,7 @@
 """Only one command at a time runs a step of a lake; the lease of an ended holder expires soon."""
 
 import importlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -72,13 +73,16 @@ def write_lease_of_another_machine(root: str, age: float) -> LeaseHolder:
 
 
 def run_in_processes(work: Callable[[], bool], count: int) -> list[bool]:
-    """The results of `count` processes that run `work` at the same time."""
+    """The results of `count` processes that run `work` at the same time, and end together."""
+    barrier = multiprocessing.get_context("fork").Barrier(count)
     children = []
     for _ in range(count):
         child = os.fork()
         if not child:
             try:
-                os._exit(int(work()))
+                has_succeeded = work()
+                barrier.wait(timeout=120)
+                os._exit(int(has_succeeded))
             finally:
                 os._exit(9)
         children.append(child)
@@ -88,10 +92,9 @@ def run_in_processes(work: Callable[[], bool], count: int) -> list[bool]:
 
 
 def can_acquire(root: str) -> bool:
-    """Whether this process acquires the lease; it keeps it until all others have tried."""
+    """Whether this process acquires the lease; it keeps it until it ends."""
     try:
         acquire_lease(root, "gem", "competitor")
-        time.sleep(1)
     except TemporaryError:
         return False
     return True
