@@ -122,9 +122,11 @@ class TrainConfig(StrictModel):
         ),
     ] = "daily"
     passes: Annotated[int, Field(ge=1), tyro.conf.arg(help="passes over the rows of a day")] = 2
-    edges_follow_values: Annotated[
+    update_edges: Annotated[
         bool,
-        tyro.conf.arg(help="before a day, move the edges of numbers that its values have left"),
+        tyro.conf.arg(
+            help="before a day, replace bin edges of numbers that are no longer quantiles"
+        ),
     ] = False
     reset_embeddings_each_pass: Annotated[
         bool,

@@ -24,10 +24,10 @@ def warn_of_missing_predictions(
         return
     missing = [f"{day}" for day, (found, rows) in counts.items() if rows and not found]
     log.warning(
-        "%s: GEM has predicted %.0f%% of the impressions from %s to %s (none on %s); the student "
-        "learns the others from labels alone",
+        "%s: GEM has predicted %.0f%% of the impressions from %s to %s%s; the student learns the "
+        "others from labels alone",
         ", ".join(surfaces), 100 * predicted / total, days[0], days[-1],
-        ", ".join(missing) or "no whole day",
+        f" (none on {', '.join(missing)})" if missing else "",
     )  # fmt: skip
 
 

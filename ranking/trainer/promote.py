@@ -1,7 +1,8 @@
 """The promotion gate: a new ranker goes live only if it is calibrated and better than the live one.
 
-Both are evaluated on the latest days on which all labels are final, after the same labels: the live
-one may be a refit, which has learned labels that became final after the training of the new one.
+Both are evaluated on the latest days on which all labels are final, and have learned labels up to
+the same time: the live one may be a refit, which has learned labels that became final after the
+training of the new one.
 """
 
 import logging
@@ -11,7 +12,7 @@ from etl.errors import UserError
 from etl.spec.units import DaySplit, date_range
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
-from ranking.registry.manifest import RankerManifest, read_manifest, read_package
+from ranking.registry.manifest import read_manifest, read_package
 from ranking.registry.promotion import (
     PromotionConfig,
     PromotionDecision,
@@ -62,36 +63,43 @@ def promote_if_better(
         return PromotionDecision(name, False, ("it is live already",))
     if state and latest.name in state.blocked:
         return PromotionDecision(latest.name, False, ("it was rolled back and is blocked",))
-    candidate = validate_ranker(load_ranker(latest), lake.root, surface)
+    record = _judge(lake, surface, latest, split, config)
+    versions = [latest]
+    if state and record.promoted:
+        refit = _refit_like_live(lake, latest, latest.parent / state.live, record)
+        versions += [refit] if refit else []
+    with publication(lake, surface, state.live if state else None) as pointer:
+        write_promotion_record(lake.root, surface, record)  # first: no promotion lacks one
+        if record.promoted:
+            pointer.promote(*(folder.name for folder in versions))
+    for folder in versions[1:]:
+        register_ranker(lake, folder, read_manifest(folder))
+    return PromotionDecision(record.version, record.promoted, record.reasons)
+
+
+def _judge(
+    lake: Lake, surface: str, folder: StoragePath, split: DaySplit, config: PromotionConfig
+) -> PromotionRecord:
+    """The decision on the ranker of a folder, and its calibration by segment."""
+    candidate = validate_ranker(load_ranker(folder), lake.root, surface)
     live = load_live_for_comparison(lake, surface, split)
     live_predictions = labels_until = None
     if isinstance(live, ExportedRanker):
         live_predictions = ranker_predictions(live, lake, split).predictions
         labels_until = live.manifest.labels_until
-    evaluated = candidate_predictions(lake, latest, candidate, labels_until, split)
+    evaluated = candidate_predictions(lake, folder, candidate, labels_until, split)
     segments = evaluated.segment_calibrations()
-    decision = compare_rankers(latest.name, evaluated.predictions, live_predictions, config)
+    decision = compare_rankers(folder.name, evaluated.predictions, live_predictions, config)
     decision = require_calibrated_segments(decision, segments, lake.spec, config)
     if isinstance(live, NoComparison):
-        promoted = state is None or (decision.promoted and live.allows_calibrated)
+        promoted = live.is_first or (decision.promoted and live.allows_calibrated)
         decision = replace(decision, promoted=promoted, reasons=(live.reason, *decision.reasons))
-    record = PromotionRecord(
+    return PromotionRecord(
         version=decision.version,
         promoted=decision.promoted,
         reasons=decision.reasons,
         segments=tuple(segments),
     )
-    versions = [latest]
-    if decision.promoted and state:
-        live_folder = latest.parent / state.live
-        versions += refit_like_live(lake, latest, candidate.manifest, live_folder, record)
-    with publication(lake, surface, state.live if state else None) as pointer:
-        write_promotion_record(lake.root, surface, record)  # first: no promotion lacks one
-        if decision.promoted:
-            pointer.promote(*(folder.name for folder in versions))
-    for folder in versions[1:]:
-        register_ranker(lake, folder, read_manifest(folder))
-    return decision
 
 
 def candidate_predictions(
@@ -115,28 +123,25 @@ def candidate_predictions(
     return predict_window(refit.trainer.averaged, days, window).calibrated(refit.calibration)
 
 
-def refit_like_live(
-    lake: Lake,
-    folder: StoragePath,
-    manifest: RankerManifest,
-    live_folder: StoragePath,
-    record: PromotionRecord,
-) -> list[StoragePath]:
-    """The refit of a new ranker until the labels that the live one has learned.
+def _refit_like_live(
+    lake: Lake, folder: StoragePath, live_folder: StoragePath, record: PromotionRecord
+) -> StoragePath | None:
+    """The folder of a new ranker's refit on the labels that the live ranker has learned.
 
     Without it, ads of the days since the training would be unknown until the next refit. None if
     the live one has learned no later labels, or cannot be read.
     """
+    manifest = read_manifest(folder)
     training = manifest.training
     try:
         live = read_manifest(live_folder)
     except UserError as error:  # a damaged ranker does not block the next
         log.warning("%s goes live without a refit: %s", folder.name, error)
-        return []
+        return None
     if training is None or live.labels_until <= training.labels_until:
-        return []
+        return None
     refit = continue_ranker(lake, folder, manifest, training, live.labels_until)
-    return [export_refit(lake, folder, manifest, refit, record)]
+    return export_refit(lake, folder, manifest, refit, record)
 
 
 def live_and_gated_version(lake: str, surface: str) -> tuple[str, ...]:
@@ -156,11 +161,13 @@ def live_and_gated_version(lake: str, surface: str) -> tuple[str, ...]:
 class NoComparison:
     """Why there is no live ranker to compare with.
 
-    With `allows_calibrated`, a calibrated candidate may still be promoted.
+    With `allows_calibrated`, a calibrated candidate may still be promoted; the first ranker of a
+    surface is promoted in any case.
     """
 
     reason: str
     allows_calibrated: bool = True
+    is_first: bool = False
 
 
 def load_live_for_comparison(
@@ -173,7 +180,7 @@ def load_live_for_comparison(
     """
     live = live_pointer(lake.root, surface).live_folder
     if live is None:
-        return NoComparison("the first of its surface")
+        return NoComparison("the first of its surface", is_first=True)
     test_start = lake.spec.day_start(split.test_first)
     for folder in (*versions_before(lake.root, surface, test_start, lake.spec), live):
         try:

@@ -64,18 +64,16 @@ def refit_live_ranker(lake: Lake, surface: str, data_until: int) -> StoragePath:
 
 
 def _refit_ends(spec: DataSpec, training: RankerTraining, data_until: int) -> list[int]:
-    """The epoch seconds of the refits until one of them, after a training.
+    """The epoch seconds at which the refits end that continue a training until `data_until`.
 
-    Its own day ends first, if it is a refit that ended within a day.
+    A refit that ended within a day is first continued to the end of that day.
     """
     if training.labels_until >= data_until:
         return []
     day_end = spec.day_end(spec.last_day_before(training.labels_until))
-    return (
-        [day_end, data_until]
-        if _is_superseded(spec, training) and day_end < data_until
-        else [data_until]
-    )
+    if _is_superseded(spec, training) and day_end < data_until:
+        return [day_end, data_until]
+    return [data_until]
 
 
 def _is_superseded(spec: DataSpec, training: RankerTraining) -> bool:

@@ -67,6 +67,11 @@ def batch_of(reader: ExampleReader, rows: int) -> Batch:
     return next(reader.batches([LAST], window, rows, Shuffle(None)))
 
 
+@pytest.fixture(scope="session")
+def batch(reader: ExampleReader) -> Batch:
+    return batch_of(reader, 40)
+
+
 def untrained_student(reader: ExampleReader, seed: int) -> TrainedStudent:
     """A student of random weights that knows all items."""
     torch.manual_seed(seed)

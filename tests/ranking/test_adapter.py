@@ -9,22 +9,11 @@ from torch import nn
 
 from ranking.distillation.losses import DistillationLoss, TeacherAdapter
 from ranking.student.config import DistillationConfig
-from ranking.student.trained import TrainedStudent
-from tests.ranking.conftest import SMALL, batch_of, untrained_student
+from tests.ranking.conftest import SMALL, untrained_student
 from tests.ranking.teachers import OBJECTIVES, CertainTeacher, teacher_logits
 from training.data.batch import Batch
 from training.data.reader import ExampleReader
 from training.teacher.predictions import TeacherLogits
-
-
-@pytest.fixture(scope="module")
-def batch(reader: ExampleReader) -> Batch:
-    return batch_of(reader, 40)
-
-
-@pytest.fixture
-def student(reader: ExampleReader) -> TrainedStudent:
-    return untrained_student(reader, 0)
 
 
 def test_the_adapter_learns_to_correct_the_teacher() -> None:
@@ -77,11 +66,11 @@ def test_sampled_negatives_do_not_change_what_the_adapter_learns(
 
 
 def test_no_example_is_corrected_by_its_own_label(
-    student: TrainedStudent, batch: Batch, monkeypatch: pytest.MonkeyPatch
+    reader: ExampleReader, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The corrected logits of a step do not depend on the labels of that step."""
     corrected: list[torch.Tensor] = []
-    forward = TeacherAdapter.forward
+    student, forward = untrained_student(reader, 0), TeacherAdapter.forward
 
     def record(adapter: TeacherAdapter, teacher: TeacherLogits) -> torch.Tensor:
         logits = forward(adapter, teacher)

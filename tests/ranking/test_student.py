@@ -25,7 +25,7 @@ from ranking.student.model import UserState
 from ranking.student.trained import TrainedStudent, new_student
 from ranking.trainer.student_trainer import StudentTrainer
 from tests.conftest import LAST
-from tests.ranking.conftest import SMALL, batch_of, untrained_student
+from tests.ranking.conftest import SMALL, untrained_student
 from tests.ranking.teachers import OBJECTIVES, CertainTeacher, teacher_logits
 from training.config import TrainConfig
 from training.data.batch import Batch, Shuffle
@@ -38,11 +38,6 @@ from training.teacher.embeddings import TeacherEmbeddings
 from training.trainer.resume import new_manifest
 from training.trainer.state import TrainState, build_train_state
 from training.trainer.table_day import start_table_day
-
-
-@pytest.fixture(scope="module")
-def batch(reader: ExampleReader) -> Batch:
-    return batch_of(reader, 40)
 
 
 @pytest.fixture

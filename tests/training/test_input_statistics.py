@@ -351,7 +351,7 @@ def test_edges_follow_counts_that_have_outgrown_them(
     assert manifest
     state = build_train_state(manifest)
     checkpoint.load_checkpoint(checkpoint.checkpoint_path(lake.root, FIRST), state)
-    training = manifest.training.model_copy(update={"edges_follow_values": True})
+    training = manifest.training.model_copy(update={"update_edges": True})
     start = manifest.next_day(SECOND, 1).model_copy(update={"training": training})
     state.manifest = start.model_copy(update={"batches": 1})
     embedding, average = (

@@ -21,7 +21,7 @@ from training.model.interaction import DCNv2, FinalMlp
 from training.model.interaction.dcn_dhen import DhenLayer
 from training.model.interaction.token_mixing import MixerBlock
 from training.model.interaction.wukong import WukongLayer
-from training.model.running_counts import RunningCounts
+from training.model.running_statistics import RunningStatistics
 from training.model.sequence.layers import HstuLayer, TransformerLayer
 
 SHARDED_LAYERS = (
@@ -39,42 +39,42 @@ for output_type in (GemOutput, ZilnDistribution):  # FSDP searches the output fo
     torch.export.register_dataclass(output_type)
 
 
-class SharedBuffers(nn.Module):
+class SynchronizedBuffers(nn.Module):
     """Keeps the buffers of a model equal on all processes.
 
-    Before a step they are broadcast from rank 0, as DDP does, except running counts: these hold
-    after a training step what the processes counted together.
+    Before a step they are broadcast from rank 0, as DDP does, except running statistics: after a
+    training step these are of the batches of all processes.
     """
 
     def __init__(self, core: Gem, dense: nn.Module) -> None:
         """`dense` is the model as it is distributed: itself if FSDP sharded it, else its DDP."""
         super().__init__()
         self.core, self.dense = core, dense
-        self.counting = [m for m in core.modules() if isinstance(m, RunningCounts)]
+        self.running = [m for m in core.modules() if isinstance(m, RunningStatistics)]
 
     def forward(self, *inputs: Any) -> GemOutput:
         """The output of the model."""
-        counts = {id(x) for module in self.counting for x in module.buffers(recurse=False)}
+        statistics = {id(x) for module in self.running for x in module.buffers(recurse=False)}
         for buffer in self.core.buffers():
-            if id(buffer) not in counts:
+            if id(buffer) not in statistics:
                 dist.broadcast(buffer, 0)
         if not self.core.training:
             return cast("GemOutput", self.dense(*inputs))
-        for module in self.counting:
+        for module in self.running:
             module.start_step()
         output: GemOutput = self.dense(*inputs)
-        self._share_counts()
+        self._synchronize_statistics()
         return output
 
     @torch.no_grad()
-    def _share_counts(self) -> None:
-        """Give all processes the counts of all of them."""
-        increments = [module.increments() for module in self.counting]
+    def _synchronize_statistics(self) -> None:
+        """Add what each process read in the step to the statistics of all of them."""
+        increments = [module.increments() for module in self.running]
         tensors = list(chain.from_iterable(increments))
         flat = torch.cat([x.flatten().double() for x in tensors])
         dist.all_reduce(flat)
         parts = iter(flat.split([x.numel() for x in tensors]))
-        for module, added in zip(self.counting, increments, strict=True):
+        for module, added in zip(self.running, increments, strict=True):
             module.add([next(parts).view_as(x) for x in added])
             for largest in module.maxima():
                 dist.all_reduce(largest, dist.ReduceOp.MAX)
@@ -91,7 +91,7 @@ def parallelize(core: Gem, ema: AveragedModel, mesh: DeviceMesh, sharded: bool) 
         return core
     if not sharded:
         ddp = DistributedDataParallel(core, find_unused_parameters=True, broadcast_buffers=False)
-        return SharedBuffers(core, ddp)
+        return SynchronizedBuffers(core, ddp)
     fsdp_mesh = mesh[SHARD] if mesh[REPLICATE].size() == 1 else mesh
     for model in (core, ema.module):
         for layer in layers_to_shard(model):
@@ -99,7 +99,7 @@ def parallelize(core: Gem, ema: AveragedModel, mesh: DeviceMesh, sharded: bool) 
         root: FSDPModule = fully_shard(model, mesh=fsdp_mesh)
         # Processes with different batches must reduce the same gradients.
         root.set_reduce_scatter_unused_params(True)
-    return SharedBuffers(core, core)
+    return SynchronizedBuffers(core, core)
 
 
 def layers_to_shard(core: nn.Module) -> list[nn.Module]:

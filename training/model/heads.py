@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from etl.errors import UserError
-from training.model.running_counts import RunningCounts
+from training.model.running_statistics import RunningStatistics
 from training.model.sequence.pyramid import EncodedEvents
 from training.model.weights import full_values, set_values
 
@@ -211,7 +211,7 @@ FREQUENCY_BUCKETS = 2**16
 FREQUENCY_DECAY = 0.999  # by batch: counts of about the last thousand
 
 
-class ItemFrequency(RunningCounts):
+class ItemFrequency(RunningStatistics):
     """The share of each item among sampled events, from counts that decay with each batch.
 
     Counted over many batches, because each item of a single one seems equally rare. Items are

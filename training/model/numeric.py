@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from training.model.running_counts import RunningCounts
+from training.model.running_statistics import RunningStatistics
 from training.model.weights import full_values, set_values
 
 Moments = tuple[Tensor, Tensor, Tensor]  # count, mean and variance of each feature
 
 
-class RunningStandardizer(RunningCounts):
+class RunningStandardizer(RunningStatistics):
     """Standardizes values (B, F) by running mean and variance; NaN and infinite values become 0.
 
     In training the statistics are updated with a batch before it is scaled, so training and serving

@@ -65,8 +65,8 @@ def write_teacher_outputs(
 
     Days without such a GEM keep the rows of an earlier one that is gone, as after an upgrade. If
     they have none, or no impressions of the surface that GEM was trained on, rankers train on them
-    without a teacher. The rows of a day at a time are in memory. The
-    first day of a training of GEM is scored twice: to fit the compressor, and to write it.
+    without a teacher. The rows of a day at a time are in memory. The first day of a training of GEM
+    is scored twice: to fit the compressor, and to write it.
 
     Args:
         lake: The lake with the examples, the checkpoints, and the tables to write.
@@ -89,13 +89,16 @@ def write_teacher_outputs(
         teacher_day = max((last for last in trained_until if last < trained_before), default=None)
         if teacher_day is None:
             log.info("no GEM was trained before %s: %s is not scored", trained_before, day)
-            _keep_or_empty_day(lake, day, trained_before)
+            for schema in _output_schemas(lake.spec):
+                if not _has_rows_trained_before(lake, schema, day, trained_before):
+                    _empty_day(lake, schema, day)
             continue
         teacher = load_teacher(lake, teacher_day, day)
         teacher.reader.require_days(day, day)
         scored = _score_day(lake, teacher, day, batch_rows)
         if scored is None:
-            _write_empty_day(lake, day)
+            for schema in _output_schemas(lake.spec):
+                _empty_day(lake, schema, day)
             continue
         if teacher.trees is not None:
             scored.logits.write(lake.root, day, lake.spec)
@@ -109,16 +112,8 @@ def _output_schemas(spec: DataSpec) -> tuple[TableSchema, TableSchema]:
     return model_schemas.teacher_predictions(spec), model_schemas.user_teacher_embeddings(spec)
 
 
-def _write_empty_day(lake: Lake, day: date) -> None:
-    for schema in _output_schemas(lake.spec):
-        _replace_day(lake, schema, arrow_schema(schema).empty_table(), day, {})
-
-
-def _keep_or_empty_day(lake: Lake, day: date, trained_before: date) -> None:
-    """Make a day empty, except in a table whose rows are of a GEM that was trained before a day."""
-    for schema in _output_schemas(lake.spec):
-        if not _has_rows_trained_before(lake, schema, day, trained_before):
-            _replace_day(lake, schema, arrow_schema(schema).empty_table(), day, {})
+def _empty_day(lake: Lake, schema: TableSchema, day: date) -> None:
+    _replace_day(lake, schema, arrow_schema(schema).empty_table(), day, {})
 
 
 def _has_rows_trained_before(

@@ -1,4 +1,4 @@
-"""Edges of numeric encodings: set for new numbers, and moved where values have left them."""
+"""Edges of numeric encodings: fitted for new numbers, and updated where values have drifted."""
 
 from itertools import compress
 from typing import cast
@@ -20,10 +20,10 @@ def fit_numbers_of_day(lake: Lake, reader: ExampleReader, state: TrainState) -> 
     """Before the first batch of a day, fit edges of numbers to the rows that are trained next.
 
     Numbers that had one value or none until now get their first edges: weights of their encodings
-    are zero, so that this changes no prediction. With `edges_follow_values`, numbers whose values
-    have left their edges, such as counts of a week in the first days of a log, get others, at which
-    predictions stay the same. If only labels of earlier days became final on the day, the rows are
-    those of the latest of these days.
+    are zero, so that this changes no prediction. With `update_edges`, edges that are no longer
+    quantiles, such as those of weekly counts in the first days of a log, are replaced; predictions
+    of values at the new edges stay the same. If only labels of earlier days became final on the
+    day, the rows are those of the latest of these days.
     """
     manifest, core = state.manifest, state.model.core
     encodings = core.candidate_numeric.encoding, core.user_numeric.encoding
@@ -31,13 +31,13 @@ def fit_numbers_of_day(lake: Lake, reader: ExampleReader, state: TrainState) -> 
     constant = compress(manifest.features.all_numeric_columns, is_constant)
     unfitted = {*manifest.unfitted_numbers, *constant}
     is_later_day = manifest.steps > 0 and manifest.batches == 0
-    follows = manifest.training.edges_follow_values and is_later_day
-    if not (unfitted or follows):
+    updates_edges = manifest.training.update_edges and is_later_day
+    if not (unfitted or updates_edges):
         return
     statistics = latest_statistics(lake, reader, manifest, manifest.trained_until)
     if statistics is None:
         return
-    if follows:
+    if updates_edges:
         move_edges(state, statistics)
     for model in (core, cast("Gem", state.ema.module)):
         model.fit_numbers(statistics, unfitted)
@@ -61,7 +61,7 @@ def move_edges(state: TrainState, statistics: InputStatistics) -> None:
 def _restart_moments(
     optimizer: torch.optim.Optimizer, module: NumericEmbedding, features: Tensor
 ) -> None:
-    """Start the moments of rows whose segments were moved from those of their features."""
+    """Reset the moments of moved segments: the first to zero, the second to the feature's mean."""
     moments = optimizer.state.get(module.piecewise, {})
     if "exp_avg" not in moments:
         return

@@ -20,7 +20,7 @@ from features.recency import (
 )
 from training.data.matching import AttributeMatches, AttributeRecency, MatchedGaps
 from training.model.history.events import age_bucket
-from training.model.running_counts import RunningCounts
+from training.model.running_statistics import RunningStatistics
 from training.model.sequence.attention import split_heads
 from training.ops.attention import dispatch
 from training.ops.ragged import QueryKeyPairs
@@ -51,7 +51,7 @@ class MatchedAttention(nn.Module):
 USER_VALUE_SLOTS = 2**16
 
 
-class InterArrivalStats(RunningCounts):
+class InterArrivalStats(RunningStatistics):
     """Mean time between two events of a type with items of one attribute value, over all users.
 
     The sums are accumulated in training from the histories of the batches, so they contain no

@@ -5,18 +5,18 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 
-class RunningCounts(nn.Module):
-    """A module whose buffers count what training reads.
+class RunningStatistics(nn.Module):
+    """A module whose buffers are statistics of what training reads.
 
-    On several processes each adds its own batch of a step to `base`, the buffers before the step.
-    Then what was added is summed over the processes, and the base plus that sum are the buffers of
-    all. With one process, `base` is None.
+    On several processes each updates them with its own batch of a step. Then the increments over
+    `base`, the buffers before the step, are summed over the processes, and all set their buffers to
+    the base and that sum. With one process, `base` is None.
     """
 
     base: dict[str, Tensor] | None = None
 
     def start_step(self) -> None:
-        """Keep the buffers, to know what the step adds."""
+        """Keep the buffers as the base of the step."""
         self.base = {name: x.clone() for name, x in self.named_buffers(recurse=False)}
 
     def increments(self) -> list[Tensor]:
