@@ -199,7 +199,8 @@ def refit(args: RefitArgs) -> None:
         print(
             f"ranker of {args.surface}: not refit, because its refit {blocked} was rolled back: "
             f"run `gemline rank rollback --surface {args.surface} --unblock {blocked}`, or promote "
-            "a new ranker"
+            f"a new ranker; if the newest labels are correct, `gemline rank calibrate --surface "
+            f"{args.surface}` refreshes the calibration of the live one"
         )
         return
     folder = refit_live_ranker(lake, args.surface, data_until)

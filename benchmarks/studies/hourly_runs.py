@@ -30,6 +30,7 @@ TABLES = (
     "events", "excluded_events", "quarantine", "ingest_metrics", "attributes_user",
     "attributes_item", "attributes_user_snapshots", "attributes_item_snapshots", "impressions",
     "items", "item_versions", "first_item_versions", "history", "user_event_counts", "examples",
+    "feature_statistics",
 )  # fmt: skip
 # Where a row was read and what it points to differ between lakes with equal rows.
 PROVENANCE = ("source_file", "line", "history_version")

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 
 from ranking.forecast.schemas import Interval
 from ranking.forecast.shard import IMPRESSIONS, SPEND, USERS
-from ranking.forecast.sums import Z95, Estimate, SampleSums, gamma_estimate
+from ranking.forecast.sums import (
+    Z95,
+    Estimate,
+    SampleSums,
+    gamma_estimate,
+    students_t_quantile,
+)
 
 NOISE_USERS = 5.0  # the largest change of a number of users, which hides single ones
 NOISE_SHARE = 0.25  # of `min_users`, if that is less
@@ -114,12 +120,15 @@ class SampleExpansion:
     def cost(self, value: float, sums: SampleSums, quantity: int, counted: SampleSums) -> Interval:
         """What an event costs, with its interval, in four digits.
 
-        By the delta method: size and supply divide out.
+        By the delta method, in which size and supply cancel, with the quantiles of Student's t: the
+        variance of a ratio that few users make is itself uncertain.
         """
         spend, events = (max(float(sums.totals[of]), 1e-300) for of in (SPEND, quantity))
         variances, covariance = sums.variances(), sums.spend_covariances()[quantity]
         relative = variances[SPEND] / spend**2 + variances[quantity] / events**2
         relative = max(relative - 2.0 * covariance / (spend * events), 0.0)
+        effective_users = spend**2 / max(float(variances[SPEND]), 1e-300)
+        relative *= (students_t_quantile(effective_users - 1.0) / Z95) ** 2
         relative += 2.0 * self.noise.relative_variance(self.answered_users(counted))
         found = to_interval(gamma_estimate(value, relative * value**2))
         return found.rounded(3 - math.floor(math.log10(value))) if value > 0 else found

@@ -155,3 +155,15 @@ def gamma_quantile(shape: float, z: float) -> float:
     """
     cube_root = max(1.0 - 1.0 / (9.0 * shape) + z / (3.0 * math.sqrt(shape)), 0.0)
     return shape * cube_root**3
+
+
+def students_t_quantile(degrees_of_freedom: float) -> float:
+    """The quantile of Student's t distribution at 97.5 %, of at least one degree of freedom.
+
+    By the expansion of Cornish and Fisher (1938); 3 % too small at two degrees, 1 % at three.
+    """
+    z, inverse = Z95, 1.0 / max(degrees_of_freedom, 1.0)
+    first = (z**3 + z) / 4.0
+    second = (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / 96.0
+    third = (3.0 * z**7 + 19.0 * z**5 + 17.0 * z**3 - 15.0 * z) / 384.0
+    return z + first * inverse + second * inverse**2 + third * inverse**3

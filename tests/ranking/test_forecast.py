@@ -25,6 +25,7 @@ from ranking.forecast.sums import (
     combine_shards,
     gamma_quantile,
     posterior,
+    students_t_quantile,
 )
 from ranking.forecast.targeting import parse_targeting
 from tests.ranking.forecasts import World, text_of
@@ -119,6 +120,13 @@ def test_the_approximate_gamma_quantiles_are_close(shape: float) -> None:
         assert gamma_quantile(shape, z) == pytest.approx(
             gamma.ppf(share, shape), rel=0.03, abs=0.02
         )
+
+
+@pytest.mark.parametrize("degrees", [3.0, 8.0, 1e300])
+def test_the_approximate_quantiles_of_students_t_are_close(degrees: float) -> None:
+    from scipy.stats import t
+
+    assert students_t_quantile(degrees) == pytest.approx(t.ppf(0.975, degrees), rel=0.01)
 
 
 def test_segments_of_one_or_two_attributes_are_known_exactly(sampled_world: World) -> None:

@@ -4,9 +4,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from etl.array_types import Float64
 from ranking.forecast.expansion import NoiseSource, SampleExpansion, SegmentSize, SupplyGrowth
 from ranking.forecast.shard import IMPRESSIONS, SPEND, USERS, Campaign, Query, Shard
-from ranking.forecast.sums import Estimate
+from ranking.forecast.sums import Estimate, SampleSums
 from tests.ranking.forecasts import World
 
 SAMPLING_RATE = 0.05
@@ -20,6 +21,36 @@ def sampled_shard(world: World, seed: int) -> Shard:
     sample = world.rows.filter(pa.array(chosen[world.world.user]))
     rates = pa.array(np.full(len(sample), SAMPLING_RATE))
     return Shard(world.spec, sample.append_column("probability", rates), world.tables.domain)
+
+
+def test_the_interval_of_the_cost_per_event_covers_with_few_sampled_users() -> None:
+    """Eight users with a click or more, whose prices vary, of whom a hundredth is in the sample."""
+    rng, covered = np.random.default_rng(0), []
+    known = Estimate(800.0, 800.0, 800.0)
+    for _ in range(2000):
+        clicks = 1.0 + rng.poisson(2.0, 8)
+        spend = clicks * rng.gamma(4.0, 0.25, 8)
+        sums = sampled_sums(np.stack([np.ones(8), clicks, spend, clicks]) / 0.01, 0.01)
+        growth, noise = SupplyGrowth(1.0, 0.0, True), NoiseSource("", 0.0)
+        expansion = SampleExpansion(SegmentSize(known, known), sums, sums, growth, noise)
+        cost = expansion.cost(float(spend.sum() / clicks.sum()), sums, SPEND + 1, sums)
+        covered.append(cost.low <= 1.0 <= cost.high)
+    assert np.mean(covered) > 0.9
+
+
+def sampled_sums(weighted: Float64, probability: float) -> SampleSums:
+    """Sums over users (U) of quantities over probabilities (Q, U), all with one probability."""
+    squares, products = (weighted**2).sum(1), (weighted * weighted[SPEND]).sum(1)
+    return SampleSums(
+        weighted.sum(1),
+        squares,
+        squares * probability,
+        products,
+        products * probability,
+        weighted.max(1) * probability,
+        weighted.shape[1],
+        0,
+    )
 
 
 @pytest.mark.parametrize("campaign", [None, Campaign("click", 0.3)], ids=["segment", "campaign"])
