@@ -33,11 +33,11 @@ def campaign_spend(spec: DataSpec) -> TableSchema:
 def campaign_days(spec: DataSpec) -> TableSchema:
     """A campaign on a day: its spend, and the outcomes of the impressions that landed on it.
 
-    `arrived` is the share of these impressions whose labels are final, and `conversions` and
-    `value` are those of their labels, less late retractions; a further column for each of
-    `roi.groups` has its most frequent value. `incremental_share` is there if a source names a
-    column for it, and null on days without a result. `gemline roi fit` and `plan` read the table as
-    a file.
+    `arrived` is the share of those on surfaces of the objective whose labels are final, and
+    `conversions` and `value` are those of their labels, less late retractions; a further column for
+    each of `roi.groups` has its most frequent value. `incremental_share` is there if a source names
+    a column for it, and null on days without a result. `gemline roi fit` and `plan` read the table
+    as a file.
     """
     share = _incremental_share(spec)
     columns = {

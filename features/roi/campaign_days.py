@@ -34,9 +34,8 @@ def build_campaign_days(lake: Lake, days: DayRange) -> dict[str, int]:
         schema = label_schemas.late_retractions(spec)
         versions[schema.name] = lake.version(schema.name)
         retractions = spark_io.read_table(lake, schema, versions[schema.name])
-        retractions = retractions.filter(
-            F.col("day") >= F.lit(days[0])
-        )  # none precedes its outcome
+        # None precedes its outcome.
+        retractions = retractions.filter(F.col("day") >= F.lit(days[0]))
         impressions = net_of_retractions(spec, impressions, retractions)
     for attribute in (spec.roi.campaign, *spec.roi.groups):
         values = first_item_values(lake, attribute).select("item_id", "item_attribute")
@@ -94,13 +93,16 @@ def net_of_retractions(spec: DataSpec, impressions: DataFrame, retractions: Data
 def campaign_days(spec: DataSpec, impressions: DataFrame, spend: DataFrame) -> DataFrame:
     """Rows of `campaign_days` of impressions with `item_…` attributes, and rows of spend.
 
-    A campaign that spent and had no impressions has no outcomes; one without spend spent 0. Its
+    A campaign that spent and had no impressions has no outcomes; one without spend spent 0. On
+    surfaces without the objective no label is ever known, and none is waited for. A campaign's
     groups are the most frequent values of its impressions, of several the first in their order. An
     `incremental_share` is the mean of those of its rows of spend.
     """
     roi = spec.roi
     assert roi
     label = F.col(f"label_{roi.objective}")
+    surfaces = [spec.surface_codes[name] for name in spec.surfaces_of(roi.objective)]
+    has_label = F.when(F.col("surface").isin(surfaces), label.isNotNull().cast("double"))
     groups: Sequence[str] = roi.groups
     outcomes = (
         impressions.filter(F.col(f"item_{roi.campaign}").isNotNull())
@@ -109,7 +111,7 @@ def campaign_days(spec: DataSpec, impressions: DataFrame, spend: DataFrame) -> D
             F.count("*").alias("impressions"),
             F.coalesce(F.sum(label), F.lit(0)).alias("conversions"),
             F.coalesce(F.sum(f"value_{roi.objective}"), F.lit(0.0)).alias("value"),
-            F.avg(F.when(label.isNotNull(), 1.0).otherwise(0.0)).alias("arrived"),
+            F.avg(has_label).alias("arrived"),
             *[F.mode(f"item_{name}", deterministic=True).alias(name) for name in groups],
         )
     )
@@ -122,7 +124,7 @@ def campaign_days(spec: DataSpec, impressions: DataFrame, spend: DataFrame) -> D
         "impressions": 0,
         "conversions": 0,
         "value": 0.0,
-        "arrived": 0.0,  # of no impressions no conversions can be known
+        "arrived": 0.0,  # without impressions on its surfaces no conversions can be known
         "spend": 0.0,
     }
     known = [F.coalesce(F.col(name), F.lit("unknown")).alias(name) for name in groups]

@@ -98,6 +98,15 @@ class SampleExpansion:
         """The users that sums count, without noise."""
         return float(sums.totals[USERS]) * self.users_per_sampled
 
+    def is_reportable(self, sums: SampleSums, counted: SampleSums, min_users: int) -> bool:
+        """Whether sums count at least `min_users` users for certain, by their number with noise.
+
+        The exact number must not decide: of two segments that differ by one user, one would be
+        refused. `counted` are the sums that the noise is drawn by.
+        """
+        with_noise = self.count_users(sums) * self.noise_factor(USERS, counted)
+        return with_noise >= min_users + self.noise.max_users
+
     def answered_users(self, counted: SampleSums) -> float:
         """The users that sums count, with their noise, as a whole number."""
         return max(round(self.count_users(counted) * self.noise_factor(USERS, counted)), 1.0)
@@ -155,7 +164,7 @@ class SampleExpansion:
 
     def noise_factor(self, quantity: int, counted: SampleSums) -> float:
         """What a quantity of the users that sums count is multiplied by."""
-        largest = self.noise.max_users / self.count_users(counted)
+        largest = self.noise.max_users / max(self.count_users(counted), 1e-300)
         total = counted.totals[quantity]
         if quantity != USERS and total > 0:
             largest = max(largest, min(float(counted.largest[quantity] / total), 1.0))

@@ -9,12 +9,16 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from typing import Protocol
 
 from etl.errors import UserError
 from etl.spec.model import DataSpec
 from etl.spec.units import date_range
 from etl.tables.forecast_schemas import SURFACE
+from ranking.forecast.campaign import (
+    MIN_SAMPLED_USERS,
+    forecast_campaign,
+    requested_campaign,
+)
 from ranking.forecast.expansion import (
     NOISE_SHARE,
     NOISE_USERS,
@@ -25,22 +29,14 @@ from ranking.forecast.expansion import (
     to_interval,
 )
 from ranking.forecast.in_target import in_target_rate, in_target_users
-from ranking.forecast.schemas import CampaignForecast, Forecast, ForecastRequest, Interval
+from ranking.forecast.schemas import Forecast, ForecastRequest, Interval
 from ranking.forecast.seasonality import DailyForecast, days_after, forecast_days, similar_days
-from ranking.forecast.shard import IMPRESSIONS, SPEND, USERS, Campaign, Query
+from ranking.forecast.shard import IMPRESSIONS, USERS, Query, QueryRecorder, ShardPool
 from ranking.forecast.sums import SampleSums, posterior
 from ranking.forecast.tables import ForecastTables
 from ranking.forecast.targeting import Targeting, parse_targeting
 
 MAX_LEAD_DAYS = 28  # from the logs to a flight: trends are not known to last longer
-MIN_SAMPLED_USERS = 5  # fewer may be as few users, whatever their weights are
-
-
-class ShardPool(Protocol):
-    """Answers queries from the shards of a sample."""
-
-    async def sums(self, query: Query) -> SampleSums:
-        """The sums of all shards, estimated from those that answer."""
 
 
 @dataclass(frozen=True)
@@ -64,42 +60,46 @@ class Forecaster:
         targeting = parse_targeting(
             request.targeting, self.tables.domain, self.tables.listed_values
         )
-        campaign, flight = self._campaign(request), self._flight(request)
+        campaign = requested_campaign(self.spec, request)
+        flight, pool = self._flight(request), QueryRecorder(self.pool)
         rate = None
         if request.in_target:
             rate = in_target_rate(self.tables, targeting, request.in_target)
         notes: list[str] = []
         query = Query(*targeting.sql(), self.tables.window)
-        in_window = await self.pool.sums(query)
+        in_window = await pool.sums(query)
         size = self.segment_size(targeting, in_window)
-        self._require_users(targeting, size, in_window)
+        self._require_sampled_users(targeting, in_window)
         if in_window.users == 0:
             notes.append(
                 "no sampled user is in this segment: its size is that of the log-linear model, its "
                 "rates are those of all users"
             )
             query = Query("true", (), self.tables.window)
-            in_window = await self.pool.sums(query)
+            in_window = await pool.sums(query)
         days = similar_days(flight, self.tables.window)
-        in_flight = in_window if days == self.tables.window else await self.pool.sums(
-            replace(query, days=days)
-        )  # fmt: skip
+        query = replace(query, days=days)
+        in_flight = in_window if days == self.tables.window else await pool.sums(query)
         growth = self._growth(targeting, flight, days)
         expansion = SampleExpansion(
             size, in_window, in_flight, growth, self._noise_source(targeting)
         )
-        if expansion.count_users(in_flight) < self._min_users:
-            raise _too_few(self._min_users, "on the days of the flight ")
+        self._require_users(expansion)
         by_sketch = self._by_sketch(targeting, expansion)
         notes += self._notes(targeting, expansion, by_sketch)
-        brought = await self._forecast_campaign(
-            replace(query, days=days), campaign, request, expansion, rate
-        )
-        if campaign is not None and brought is None:
-            notes.append(
-                f"the campaign wins too few users to report, fewer than {self._min_users} or "
-                f"{MIN_SAMPLED_USERS} in the sample: raise its bid or widen its targeting"
+        brought = None
+        if campaign is not None:
+            query = replace(query, campaign=campaign)
+            brought = await forecast_campaign(
+                self.spec, pool, query, request.budget, expansion, rate
             )
+            if brought is None:
+                notes.append(
+                    f"the campaign wins too few users to report, fewer than {self._min_users} or "
+                    f"{MIN_SAMPLED_USERS} in the sample: raise its bid or widen its targeting"
+                )
+        if pool.answered < 1:
+            notes.append("a part of the sample did not answer: intervals are wider")
         users = expansion.users(in_flight, in_flight)
         return Forecast(
             first_day=flight[0],
@@ -110,7 +110,7 @@ class Forecaster:
             users_in_target=in_target_users(users, rate) if rate else None,
             users_by_sketch=by_sketch,
             campaign=brought,
-            answered_shards=in_window.answered,
+            answered_shards=pool.answered,
             notes=tuple(notes),
         )
 
@@ -149,34 +149,23 @@ class Forecaster:
         assert self.spec.forecast
         return self.spec.forecast.min_users
 
-    def _require_users(
-        self, targeting: Targeting, size: SegmentSize, in_window: SampleSums
-    ) -> None:
-        """Raise UserError for a small segment.
+    def _require_sampled_users(self, targeting: Targeting, in_window: SampleSums) -> None:
+        """Raise UserError for a segment of few sampled users, unless counts of users cover it.
 
-        Where no counts of users cover it, a single sampled user may have the weight of `min_users`.
+        A single sampled user may have the weight of `min_users`.
         """
         box = targeting.box()
         is_counted = box is not None and self.tables.model.users_prior(box) is not None
-        is_sampled = in_window.users >= min(MIN_SAMPLED_USERS, self._min_users)
-        if size.users.value < self._min_users or not (is_counted or is_sampled):
+        if not is_counted and in_window.users < min(MIN_SAMPLED_USERS, self._min_users):
             raise _too_few(self._min_users)
 
-    def _campaign(self, request: ForecastRequest) -> Campaign | None:
-        if request.bid is None and request.goal is None:
-            if request.budget or request.frequency_cap:
-                raise UserError("a budget or a frequency cap needs a bid and a goal")
-            return None
-        auction = self.spec.auction
-        if auction is None:
-            raise UserError(f"spec {self.spec.name} has no auction: leave out bid and goal")
-        goals = ", ".join(auction.goal_objectives)
-        if request.bid is None or request.goal is None:
-            raise UserError(f"a campaign needs a bid and a goal, one of {goals}")
-        if request.goal not in auction.goal_objectives:
-            raise UserError(f"no campaign has the goal {request.goal!r}; known: {goals}")
-        objective = auction.goal_objectives[request.goal]
-        return Campaign(objective, request.bid, request.frequency_cap)
+    def _require_users(self, expansion: SampleExpansion) -> None:
+        """Raise UserError for a segment that is small in the window or on the flight's days."""
+        in_window, in_flight = expansion.in_window, expansion.in_flight
+        if not expansion.is_reportable(in_window, in_window, self._min_users):
+            raise _too_few(self._min_users)
+        if not expansion.is_reportable(in_flight, in_flight, self._min_users):
+            raise _too_few(self._min_users, "on the days of the flight ")
 
     def _flight(self, request: ForecastRequest) -> list[date]:
         window, logs_end = self.tables.window, self.tables.logs_end
@@ -248,65 +237,17 @@ class Forecaster:
             )
         if not expansion.growth.is_backtested:
             yield "fewer than three weeks of logs: the supply forecast is not backtested"
-        if sums.answered < 1:
-            yield "a part of the sample did not answer: intervals are wider"
 
     def _by_sketch(self, targeting: Targeting, expansion: SampleExpansion) -> Interval | None:
         """The users by sketches, with the noise of `users`: two draws would tell more than one."""
         box = targeting.box()
         found = None if box is None else self.tables.sketches.users(box)
-        if found is None or found.value < self._min_users:
+        if found is None:
             return None
-        factor = expansion.noise_factor(USERS, expansion.in_window)
-        return to_interval(found.scaled(factor)).rounded()
-
-    async def _forecast_campaign(
-        self,
-        query: Query,
-        campaign: Campaign | None,
-        request: ForecastRequest,
-        expansion: SampleExpansion,
-        rate: Interval | None,
-    ) -> CampaignForecast | None:
-        """What a campaign brings; None without one, and if it wins too few users."""
-        if campaign is None:
+        with_noise = found.scaled(expansion.noise_factor(USERS, expansion.in_window))
+        if with_noise.value < self._min_users + expansion.noise.max_users:
             return None
-        free = won = await self.pool.sums(replace(query, campaign=campaign))
-        # A segment with fewer sampled users is one of enough counted ones.
-        is_sampled = won.users >= MIN_SAMPLED_USERS or expansion.in_flight.users < MIN_SAMPLED_USERS
-        if expansion.count_users(won) < self._min_users or not is_sampled:
-            return None
-        spend = expansion.volume(won, SPEND, free).value
-        if request.budget is not None and spend > request.budget:
-            campaign = replace(campaign, participation=request.budget / spend)
-            won = await self.pool.sums(replace(query, campaign=campaign))
-        if expansion.count_users(won) < self._min_users:
-            return None
-        events = {
-            name: expansion.rounded_volume(won, SPEND + 1 + k, free)
-            for k, name in enumerate(self.spec.objectives)
-        }
-        paid, bought = expansion.rounded_volume(won, SPEND, free), events[campaign.objective].value
-        if request.budget is not None:
-            paid = paid.at_most(
-                Interval(value=request.budget, low=request.budget, high=request.budget)
-            )
-        event = SPEND + 1 + list(events).index(campaign.objective)
-        reach = expansion.users(won, free).at_most(
-            expansion.users(expansion.in_flight, expansion.in_flight)
-        )
-        cost = None
-        if bought:
-            cost = expansion.cost(paid.value / bought, won, event, free)
-        return CampaignForecast(
-            reach=reach,
-            reach_in_target=in_target_users(reach, rate) if rate else None,
-            impressions=expansion.impressions(won, free),
-            spend=paid,
-            events=events,
-            cost_per_event=cost,
-            participation=float(f"{campaign.participation:.3g}"),
-        )
+        return to_interval(with_noise).rounded()
 
 
 @functools.lru_cache(maxsize=64)

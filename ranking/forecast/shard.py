@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import duckdb
 import numpy as np
@@ -30,6 +30,8 @@ from ranking.scoring.auction import Auction
 
 USERS, IMPRESSIONS, SPEND = range(3)  # quantities; then the events of the objectives
 CACHED_SELECTIONS = 8
+# Shares of the auctions at which sums know what a campaign with a frequency cap spends.
+PARTICIPATIONS: Float64 = np.geomspace(1e-3, 1.0, 25)
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,27 @@ class Query:
     parameters: tuple[float, ...]
     days: tuple[date, ...]
     campaign: Campaign | None = None
+
+
+class ShardPool(Protocol):
+    """Answers queries from the shards of a sample."""
+
+    async def sums(self, query: Query) -> SampleSums:
+        """The sums of all shards, estimated from those that answer."""
+
+
+@dataclass
+class QueryRecorder:
+    """Queries of one forecast, and the smallest share of the shards that answered one of them."""
+
+    pool: ShardPool
+    answered: float = 1.0
+
+    async def sums(self, query: Query) -> SampleSums:
+        """The sums of all shards, estimated from those that answer."""
+        found = await self.pool.sums(query)
+        self.answered = min(self.answered, found.answered)
+        return found
 
 
 class Shard:
@@ -119,6 +142,7 @@ class Shard:
             quantities.max(1, initial=0.0),
             users=len(weights),
             key=int(np.bitwise_xor.reduce(self.user_keys[users["user_index"]], initial=0)),
+            spend_curve=self._spend_curve(users, query.campaign),
         )
 
     def _matching_rows(
@@ -161,21 +185,49 @@ class Shard:
         return np.asarray(is_in_range & self.columns[f"serves_{campaign.objective}"])
 
     def _quantities(self, users: dict[str, Any], campaign: Campaign | None) -> Float64:
-        """The quantities (Q, U) of users with won impressions.
+        """The quantities (Q, U) of users with won impressions; the expected ones of a campaign.
 
-        A user with n won impressions is served min(n, cap) of them; taking part in a share s of the
-        auctions, s times as many, and none with probability (1 - s)^min(n, cap).
+        With a share s of the auctions, a user with n won impressions is reached with probability
+        1 - (1 - s)^n.
         """
-        won = np.asarray(users["won"], np.float64)
+        won = np.asarray(users["won"], np.int64)
         if campaign is None:
-            return np.stack([np.ones_like(won), won])
-        kept = won if campaign.frequency_cap is None else np.minimum(won, campaign.frequency_cap)
-        share = campaign.participation
-        reached = np.ones_like(won) if share >= 1.0 else 1.0 - (1.0 - share) ** kept
-        per_win = share * kept / np.maximum(won, 1.0)
+            return np.stack([np.ones(len(won)), won])
+        share, every = campaign.participation, np.arange(won.max(initial=0) + 1)
+        served = served_impressions(every, np.array([share]), campaign.frequency_cap)[0, won]
+        per_win = served / np.maximum(won, 1)
         return np.stack([
-            reached, share * kept, *(np.asarray(users[name]) * per_win for name in self._summed)
+            1.0 - (1.0 - share) ** won, served,
+            *(np.asarray(users[name]) * per_win for name in self._summed),
         ])  # fmt: skip
+
+    def _spend_curve(self, users: dict[str, Any], campaign: Campaign | None) -> Float64:
+        """The spend (S) at PARTICIPATIONS; none (0) without a frequency cap, as it is linear."""
+        if campaign is None or campaign.frequency_cap is None:
+            return np.zeros(0)
+        won, weights = np.asarray(users["won"], np.int64), self.weights[users["user_index"]]
+        per_win = np.asarray(users["cost"]) * weights / np.maximum(won, 1)
+        by_number = np.bincount(won, per_win, minlength=1)
+        every = np.arange(len(by_number))
+        return served_impressions(every, PARTICIPATIONS, campaign.frequency_cap) @ by_number
+
+
+def served_impressions(won: Int64, shares: Float64, frequency_cap: int | None) -> Float64:
+    """The expected impressions (S, N) of users who would be served `won` (N) without a cap.
+
+    In a share s of the auctions, a user with n of them is served min(k, cap), where k is binomial
+    with n trials of probability s.
+    """
+    share = shares[:, None]
+    if frequency_cap is None or frequency_cap >= won.max(initial=0):
+        return share * won
+    odds = share / np.maximum(1.0 - share, 1e-12)
+    probability = (1.0 - share) ** won  # of k = 0; of the k below, one after the other
+    below_cap = np.zeros(probability.shape)
+    for k in range(frequency_cap):
+        below_cap += (frequency_cap - k) * probability
+        probability = probability * odds * np.maximum(won - k, 0) / (k + 1)
+    return np.where(share < 1.0, frequency_cap - below_cap, np.minimum(won, frequency_cap))
 
 
 def add_auction_terms(spec: DataSpec, sample: pa.Table) -> pa.Table:

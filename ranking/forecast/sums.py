@@ -12,7 +12,7 @@ two quantities are estimated likewise, with y z in the place of y^2. Q quantitie
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 
 import numpy as np
@@ -36,6 +36,8 @@ class SampleSums:
         users: The number of sampled users.
         key: A hash of the set of these users.
         answered: The share of the shards that the sums are from.
+        spend_curve: The spend at `ranking.forecast.shard.PARTICIPATIONS` (S), if a campaign has a
+            frequency cap.
     """
 
     totals: Float64
@@ -47,6 +49,7 @@ class SampleSums:
     users: int
     key: int
     answered: float = 1.0
+    spend_curve: Float64 = field(default_factory=lambda: np.zeros(0))
 
     def __add__(self, other: "SampleSums") -> "SampleSums":
         return SampleSums(
@@ -58,6 +61,7 @@ class SampleSums:
             np.maximum(self.largest, other.largest),
             self.users + other.users,
             self.key ^ other.key,
+            spend_curve=self.spend_curve + other.spend_curve,
         )
 
     def variances(self) -> Float64:
@@ -88,6 +92,7 @@ def combine_shards(parts: Sequence[SampleSums], num_shards: int) -> SampleSums:
         found.users,
         found.key,
         len(parts) / num_shards,
+        found.spend_curve * ratio,
     )
 
 

@@ -41,6 +41,7 @@ class SumsMessage(StrictModel):
     largest: list[float]
     users: int
     key: int
+    spend_curve: list[float]
 
     def to_sums(self) -> SampleSums:
         """The sums as arrays."""
@@ -53,6 +54,7 @@ class SumsMessage(StrictModel):
             np.array(self.largest),
             self.users,
             self.key,
+            spend_curve=np.array(self.spend_curve),
         )
 
     @classmethod
@@ -67,6 +69,7 @@ class SumsMessage(StrictModel):
             largest=sums.largest.tolist(),
             users=sums.users,
             key=sums.key,
+            spend_curve=sums.spend_curve.tolist(),
         )
 
 

@@ -14,6 +14,7 @@ from etl.errors import UserError
 from etl.spec.base import StrictModel
 
 if TYPE_CHECKING:
+    from etl.array_types import Float64
     from ranking.roi.campaign_days import CampaignTable
     from ranking.roi.curves import ResponseCurves
     from ranking.roi.plan import BudgetPlan
@@ -44,12 +45,12 @@ class PlanArgs(CurveArgs):
     total: Annotated[
         float | None,
         Field(gt=0),
-        tyro.conf.arg(help="daily budget of all campaigns; default: what they spend now"),
+        tyro.conf.arg(help="daily budget of all campaigns; default: the current budgets"),
     ] = None
     max_step: Annotated[
         float,
         Field(gt=0, le=1),
-        tyro.conf.arg(help="largest change of a campaign, as a share of its current spend"),
+        tyro.conf.arg(help="largest change of a campaign, as a share of its current budget"),
     ] = 0.2
     minimum: Annotated[
         float,
@@ -58,7 +59,10 @@ class PlanArgs(CurveArgs):
     ] = 0.0
     limits: Annotated[
         Path | None,
-        tyro.conf.arg(help="CSV or Parquet file with campaign, minimum and maximum daily spend"),
+        tyro.conf.arg(
+            help="CSV or Parquet file with campaign, minimum and maximum daily spend, and current "
+            "daily budget"
+        ),
     ] = None
     risk: Annotated[
         float,
@@ -107,19 +111,20 @@ def plan(args: PlanArgs) -> None:
     from ranking.roi.simulation import simulate_plan
 
     table, curves = _fit(args)
-    current, value, error = table.current, table.incremental_value, table.value_deviation
+    value, error = table.incremental_value, table.value_deviation
+    campaign_limits = read_limits(args.limits, curves.campaigns, args.minimum)
+    current = campaign_limits.current_budgets(table.current)
     drawn = None
     if args.explore is not None:
         drawn = curves.draw(np.random.default_rng(args.explore))
     total = args.total or float(current.sum())
-    low, high = read_limits(args.limits, curves.campaigns, args.minimum)
-    limits = step_limits(total, current, args.max_step, low, high)
+    limits = step_limits(total, current, args.max_step, campaign_limits.low, campaign_limits.high)
     budgets = plan_budgets(curves, value, current, limits, args.risk, drawn, error)
     simulation = simulate_plan(
         curves, value, error, current, budgets.spend, np.random.default_rng(0)
     )
     reasons = [explain(name, budgets, current, c) for c, name in enumerate(curves.campaigns)]
-    _write_plan(args.out, table, budgets, simulation, reasons)
+    _write_plan(args.out, table, current, budgets, simulation, reasons)
     print("\n".join(reasons))
     gain = budgets.value_after.sum() / budgets.value_before.sum() - 1
     print(
@@ -136,6 +141,7 @@ def plan(args: PlanArgs) -> None:
 def _write_plan(
     out: Path,
     table: "CampaignTable",
+    current: "Float64",
     budgets: "BudgetPlan",
     simulation: "PlanSimulation",
     reasons: list[str],
@@ -153,7 +159,7 @@ def _write_plan(
     count = len(reasons)
     rows = pa.table({
         "campaign": list(table.days.campaigns), "currency": [table.currency] * count,
-        "current_spend": table.current, "planned_spend": budgets.spend,
+        "current_spend": current, "planned_spend": budgets.spend,
         "expected_value_before": budgets.value_before, "expected_value_after": budgets.value_after,
         "value_low": budgets.value_low, "value_high": budgets.value_high,
         "marginal_return_before": budgets.marginal_before,

@@ -111,8 +111,8 @@ def test_of_equally_frequent_groups_a_campaign_has_the_first(
     for number in range(30):
         groups = [f"c{group}" for group in rng.sample(range(9), 4)]
         expected[f"b{number}"] = min(groups)
-        rows += [(f"b{number}", group, FIRST, None, None) for group in groups]
-    columns = "item_advertiser_id string, item_category string, day date"
+        rows += [(f"b{number}", group, FIRST, 0, None, None) for group in groups]
+    columns = "item_advertiser_id string, item_category string, day date, surface int"
     labels = "label_conversion int, value_conversion double"
     impressions = spark.createDataFrame(rows, f"{columns}, {labels}")
     spend = spark.createDataFrame([], "campaign string, day date, spend double")
@@ -138,8 +138,8 @@ def test_conversions_and_value_are_net_of_retracted_outcomes(spark: SparkSession
     rows += [("i4", "b2", 1, 7.0), ("i5", "b1", None, None)]
     columns = "impression_id string, item_advertiser_id string, label_conversion int"
     impressions = spark.createDataFrame(
-        [(*row, "c0", FIRST) for row in rows],
-        f"{columns}, value_conversion double, item_category string, day date",
+        [(*row, "c0", FIRST, spec.surface_codes["feed"]) for row in rows],
+        f"{columns}, value_conversion double, item_category string, day date, surface int",
     )
     late = [
         ("i1", "conversion", 0, 10.0),
@@ -156,6 +156,28 @@ def test_conversions_and_value_are_net_of_retracted_outcomes(spark: SparkSession
     assert (found["b1"]["conversions"], found["b1"]["value"]) == (2, 20.0)
     assert (found["b1"]["impressions"], found["b1"]["arrived"]) == (4, 0.75)
     assert (found["b2"]["conversions"], found["b2"]["value"]) == (1, 7.0)
+
+
+def test_impressions_on_surfaces_without_the_objective_are_not_waited_for(
+    spark: SparkSession,
+) -> None:
+    """Their labels are never known: with them, expected conversions would be scaled up for ever."""
+
+    def only_on_feed(spec: dict[str, Any]) -> None:
+        spec["objectives"]["conversion"]["surfaces"] = ["feed"]
+
+    spec = changed_spec(only_on_feed)
+    feed, reels = (spec.surface_codes[name] for name in ("feed", "reels"))
+    rows = [("b1", feed, 1), ("b1", feed, None), ("b1", reels, None), ("b2", reels, None)]
+    impressions = spark.createDataFrame(
+        [(*row, 1.0, "c0", FIRST) for row in rows],
+        "item_advertiser_id string, surface int, label_conversion int, value_conversion double, "
+        "item_category string, day date",
+    )
+    spend = spark.createDataFrame([], "campaign string, day date, spend double")
+    found = roi_tables.campaign_days(spec, impressions, spend).collect()
+    assert {row["campaign"]: row["arrived"] for row in found} == {"b1": 0.5, "b2": 0.0}
+    assert {row["campaign"]: row["impressions"] for row in found} == {"b1": 3, "b2": 1}
 
 
 def test_days_are_built_again_as_long_as_their_outcomes_may_be_retracted(lake: Lake) -> None:

@@ -1,7 +1,7 @@
 """Forecasts of campaigns: the auction, bids, budgets, caps, notes and refusals."""
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import date
 from itertools import pairwise
 from typing import Any
@@ -15,7 +15,8 @@ from benchmarks.studies.forecast_world import draw_boxes
 from etl.errors import UserError
 from ranking.forecast.reach import UserSketches
 from ranking.forecast.schemas import ForecastRequest
-from ranking.forecast.shard import IMPRESSIONS, SPEND, Campaign, Query, Shard
+from ranking.forecast.shard import IMPRESSIONS, SPEND, Campaign, Query, Shard, served_impressions
+from ranking.forecast.sums import SampleSums
 from ranking.scoring.auction import Auction
 from tests.ranking.auctions import bids_of, scores_of
 from tests.ranking.forecasts import EVERYTHING, SPEC, World, text_of
@@ -91,6 +92,30 @@ def test_a_budget_lowers_spend_to_it_and_keeps_more_reach_than_impressions(
     assert 0.5 * free.reach.value < half.reach.value < free.reach.value
 
 
+@pytest.mark.parametrize("cap", [1, 3, 40, None])
+def test_users_are_served_the_binomial_share_of_their_impressions_up_to_the_cap(
+    cap: int | None,
+) -> None:
+    from scipy.stats import binom
+
+    won, shares = np.arange(61), np.array([0.02, 0.3, 0.9, 1.0])
+    found = served_impressions(won, shares, cap)
+    served = np.minimum(won, won.max() if cap is None else cap)
+    for share, row in zip(shares, found, strict=True):
+        expected = [binom.pmf(won, n, share) @ served for n in won]
+        np.testing.assert_allclose(row, expected, atol=1e-9)
+
+
+def test_a_budget_is_spent_with_a_frequency_cap(complete_world: World) -> None:
+    """In half of the auctions most users would still have as many impressions as the cap."""
+    capped = {"goal": "traffic", "bid": 3.0, "frequency_cap": 2}
+    free = complete_world.forecast(**capped).campaign
+    half = complete_world.forecast(**capped, budget=free.spend.value / 2).campaign
+    assert half.spend.value == pytest.approx(free.spend.value / 2, rel=0.01)
+    assert half.participation < 0.3
+    assert half.impressions.value < half.reach.value * 2 and half.reach.value < free.reach.value
+
+
 def test_intervals_of_campaigns_cover_what_all_users_bring() -> None:
     """Reach, and the cost per click, of which spend and clicks vary together."""
     covered: dict[str, list[bool]] = {"reach": [], "cost": []}
@@ -122,6 +147,25 @@ def test_the_interval_of_the_cost_per_event_covers_that_of_all_users() -> None:
         widths.append((found.high - found.low) / found.value)
         assert truth.high - truth.low < 0.01 * truth.value  # the noise alone
     assert np.mean(covered) > 0.8 and 0.01 < np.mean(widths) < 0.1
+
+
+def test_a_shard_that_is_lost_after_the_first_query_is_reported(complete_world: World) -> None:
+    @dataclass
+    class LosesAShard:
+        """A pool of two shards, of which one answers the first query only."""
+
+        queries: int = 0
+
+        async def sums(self, query: Query) -> SampleSums:
+            self.queries += 1
+            found = complete_world.shard.sums(query)
+            return found if self.queries == 1 else replace(found, answered=0.5)
+
+    forecaster = replace(complete_world.forecaster, pool=LosesAShard())
+    request = ForecastRequest(targeting="age = 'age01'", goal="traffic", bid=0.3)
+    forecast = asyncio.run(forecaster.forecast(request))
+    assert forecast.answered_shards == 0.5
+    assert "a part of the sample did not answer: intervals are wider" in forecast.notes
 
 
 def test_notes_name_answers_of_the_model_and_sketches_that_contradict_the_sample(

@@ -43,6 +43,24 @@ def test_a_user_whose_weight_is_that_of_a_segment_is_not_answered() -> None:
             world.forecast(targeting=targeting)
 
 
+def test_refusals_do_not_follow_the_exact_number_of_users(complete_world: World) -> None:
+    """Of two segments that differ by one user, one would be refused: the user is in the other."""
+    window = complete_world.tables.window
+    sums = complete_world.shard.sums(Query("true", (), window))
+    growth, least, noise = SupplyGrowth(1.0, 0.0, True), 20, 5.0
+    answered: dict[int, list[bool]] = {}
+    for count, segment in itertools.product(range(10, 41), range(40)):
+        users = Estimate(*[float(count)] * 3)
+        expansion = SampleExpansion(
+            SegmentSize(users, users), sums, sums, growth, NoiseSource(f"{segment}", noise)
+        )
+        answered.setdefault(count, []).append(expansion.is_reportable(sums, sums, least))
+    assert not any(any(answered[count]) for count in range(10, least))
+    assert all(all(answered[count]) for count in range(31, 41))
+    shares = [np.mean(answered[count]) for count in range(22, 29)]
+    assert all(0 < share < 1 for share in shares) and np.ptp(shares) > 0.5
+
+
 def test_no_count_of_few_users_is_answered(complete_world: World) -> None:
     segment = "country = 'country03' and age = 'age00'"  # 33 users in the window, 12 on its Monday
     assert complete_world.forecast(targeting=segment).users.value > 20

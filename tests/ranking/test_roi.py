@@ -165,7 +165,7 @@ def test_names_of_digits_are_read_as_they_are_written(tmp_path: Path) -> None:
     assert list(groups) == sorted(names) and found.currency == "000"
     assert [groups[name] for name in names] == [*verticals[:-1], "unknown"]
     (tmp_path / "limits.csv").write_text("campaign,maximum\n007,5\n")
-    _, high = read_limits(tmp_path / "limits.csv", found.days.campaigns, 0.0)
+    high = read_limits(tmp_path / "limits.csv", found.days.campaigns, 0.0).high
     assert high[0] == 5 and np.isinf(high[1:]).all()
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from etl.errors import UserError
 from gemline import main
+from ranking.roi.campaign_days import read_campaign_days
 from ranking.roi.campaign_limits import read_limits
 from ranking.roi.plan import BudgetLimits, marginal_value, plan_budgets, step_limits
 from ranking.roi.simulation import simulate_plan
@@ -223,7 +224,8 @@ def test_plans_are_within_the_limits_of_campaigns(tmp_path: Path) -> None:
         ("campaign,minimum\na,1\na,2\n", "campaign a has several rows"),
         ("campaign,minimum\na,-1\n", "minimum is negative"),
         ("campaign,minimum\na,x\n", "minimum is not a number"),
-        ("campaign,low\na,1\n", "limits have the columns campaign, and minimum, maximum or both"),
+        ("campaign,budget\na,0\n", "campaign a has a budget of 0"),
+        ("campaign,low\na,1\n", "limits have the columns campaign, and minimum, maximum, budget"),
     ],
 )
 def test_contradictory_limits_are_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -236,5 +238,23 @@ def test_contradictory_limits_are_refused(tmp_path: Path, text: str, message: st
 def test_campaigns_without_limits_have_the_common_minimum(tmp_path: Path) -> None:
     file = tmp_path / "limits.csv"
     file.write_text("campaign,minimum,maximum\na,,9\nb,3,\n")
-    low, high = read_limits(file, ("a", "b", "c"), 2.0)
-    assert low.tolist() == [2, 3, 2] and high.tolist() == [9, np.inf, np.inf]
+    limits = read_limits(file, ("a", "b", "c"), 2.0)
+    assert limits.low.tolist() == [2, 3, 2] and limits.high.tolist() == [9, np.inf, np.inf]
+    assert np.isnan(limits.budget).all()
+
+
+def test_no_plan_exceeds_the_step_from_a_stated_budget(tmp_path: Path) -> None:
+    """Budgets were just lowered to a fifth, of which the mean spend of the week knows nothing."""
+    file = write_campaign_days(tmp_path / "days.csv", market(3, days=7)[0])
+    table = read_campaign_days(file, (), None)
+    names, limits = table.days.campaigns, tmp_path / "limits.csv"
+    budgets = 0.2 * table.current
+    rows = [f"{name},{budget}" for name, budget in zip(names, budgets, strict=True)]
+    limits.write_text("\n".join(["campaign,budget", *rows]))
+    flags = ["--campaign-days", str(file), "--limits", str(limits), "--max-step", "0.5"]
+    assert main(["roi", "plan", *flags, "--out", str(tmp_path / "plan.csv")]) == 0
+    plan = pa_csv.read_csv(tmp_path / "plan.csv").to_pydict()
+    np.testing.assert_allclose(plan["current_spend"], budgets)
+    planned = np.array(plan["planned_spend"])
+    assert (planned <= 1.5 * budgets * (1 + 1e-6)).all() and (planned > 1.2 * budgets).any()
+    assert planned.sum() == pytest.approx(budgets.sum())

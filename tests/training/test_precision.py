@@ -32,7 +32,7 @@ from training.precision.linear import (
 )
 from training.precision.precision_map import Direction, PrecisionMap, RecipeName, SiteRecipes
 from training.precision.recipes import BLOCK, E4M3, E5M2, Scaling, product, quantize
-from training.precision.valve import CHECK_EVERY, SafetyValve
+from training.precision.valve import CHECK_EVERY, CHECKED_ROWS, SafetyValve
 
 SCALINGS: tuple[Scaling, ...] = ("tensor", "row", "block")
 NO_GRADIENTS = False, False
@@ -212,6 +212,17 @@ def test_a_layer_whose_error_grows_falls_back(
     apply_precision_map(exact, valve.precision_map)
     torch.testing.assert_close(model(x), exact(x), rtol=1e-6, atol=0)
     torch.compiler.reset()
+
+
+def test_an_outlier_in_any_row_of_a_large_batch_is_noticed() -> None:
+    model, uniform = Model(), PrecisionMap.uniform(["trunk.0", "trunk.2"], "fp8_tensor")
+    apply_precision_map(model, uniform)
+    valve = SafetyValve(model, uniform)
+    x = normals(5 * CHECKED_ROWS, 24)
+    x[4 * CHECKED_ROWS + 3] *= 1e7
+    with valve.watch(CHECK_EVERY):
+        model(x)
+    assert set(valve.precision_map.fallbacks) == {"trunk.0", "trunk.2"}
 
 
 @pytest.mark.parametrize("compiled", [False, True])

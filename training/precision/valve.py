@@ -91,15 +91,19 @@ class SafetyValve:
         of_gradients = [direction for direction in directions if direction != "forward"]
 
         def check(layer: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            x = _some_rows(inputs[0], layer.in_features)
+            rows = inputs[0].detach().reshape(-1, layer.in_features)
+            chosen = _checked_rows(rows)
+            x = rows[chosen]
             if "forward" in directions:
                 operands = Operands(x, layer.weight.detach(), x[:0])
                 errors[name, "forward"] = self._error(name, "forward", operands)
 
             def check_gradients(gradients: tuple[Tensor, ...]) -> None:
-                rows = _some_rows(gradients[0], layer.out_features)
-                operands = Operands(x, layer.weight.detach(), rows)
+                gradient = gradients[0].detach().reshape(-1, layer.out_features)
                 for direction in of_gradients:
+                    # The gradient of the weight needs the inputs, of which only some are kept.
+                    own = chosen if direction == "weight_grad" else _checked_rows(gradient)
+                    operands = Operands(x, layer.weight.detach(), gradient[own])
                     errors[name, direction] = self._error(name, direction, operands)
 
             # Hooks of the node follow those of the output, by which FSDP gathers weights.
@@ -119,6 +123,12 @@ class SafetyValve:
         return float(mean_relative_error(output, reference))
 
 
-def _some_rows(x: Tensor, width: int) -> Tensor:
-    """A copy of the first vectors (..., W) as rows (B, W), which keeps no others in memory."""
-    return x.detach().reshape(-1, width)[:CHECKED_ROWS].clone()
+def _checked_rows(x: Tensor) -> Tensor:
+    """The indexes of at most CHECKED_ROWS rows of x (B, W), evenly spaced, and of its largest one.
+
+    The largest value of all rows is the scale of a tensor.
+    """
+    if len(x) <= CHECKED_ROWS:
+        return torch.arange(len(x), device=x.device)
+    spaced = torch.linspace(0, len(x) - 1, CHECKED_ROWS - 1, device=x.device).long()
+    return torch.cat((spaced, x.abs().amax(1).argmax()[None]))
