@@ -15,7 +15,7 @@ from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from features.schema import ITEM_TABLE, USER_TABLE
 from ranking.inputs.from_tables import load_teacher_history
-from ranking.student.config import DistillationConfig, StudentTrainConfig
+from ranking.student.config import DistillationConfig, DomainTrainConfig, StudentTrainConfig
 from ranking.student.trained import TrainedStudent
 from ranking.trainer.student_trainer import StudentTrainer
 from ranking.trainer.train import (
@@ -52,7 +52,7 @@ def train_on_surfaces(
     return train_student(student, split, config, teacher)
 
 
-def train_domain(lake: Lake, name: str, split: DaySplit, config: StudentTrainConfig) -> StoragePath:
+def train_domain(lake: Lake, name: str, split: DaySplit, config: DomainTrainConfig) -> StoragePath:
     """Train and save the model of a domain as in `ranking.trainer.train`, or a control."""
     embeddings = load_teacher_history(lake, config.model.input_limits)
     student, teacher = start_trial(lake, lake.spec.domains[name], split, config, embeddings)

@@ -313,7 +313,7 @@ def _domain_config(config: StudentTrainConfig) -> DomainTrainConfig | None:
     if {config.distillation.warm_start_from, config.distillation.teacher} == {"gem"}:
         return None
     from_gem = config.distillation.model_copy(
-        update={"warm_start_from": "gem", "teacher": "gem", "shared_modules": None}
+        update={"warm_start_from": "gem", "teacher": "gem", "shared_modules": ()}
     )
     return DomainTrainConfig(distillation=from_gem, seed=config.seed)
 

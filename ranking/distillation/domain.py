@@ -2,7 +2,8 @@
 
 The model of a domain learns from GEM like a ranker, on the examples of all its surfaces: GEM ->
 domain model -> ranker. A ranker may start from its weights, and learn what it predicted of each
-training example before it learned the example.
+training example before it learned the example. It starts with no modules of GEM, which has learned
+the labels of these examples (`DomainTrainConfig`).
 """
 
 from datetime import date
@@ -35,10 +36,9 @@ ModelMetadata = dict[str, str]
 
 
 class DomainModel(NamedTuple):
-    """The weights of a domain's model by name, and its lineage as in `TrainedStudent`."""
+    """The weights of a domain's model by name, and the GEMs whose predictions it learned."""
 
     weights: dict[str, Tensor]
-    shared_gem: str | None
     teacher_versions: frozenset[str]
 
 
@@ -57,10 +57,7 @@ def save_domain_model(
 ) -> StoragePath:
     """Write the weights of a domain's model, its lineage and what it reads; returns the file."""
     path = domain_model_path(reader.lake, name, day)
-    lineage = {
-        "shared_gem": model.shared_gem or "",
-        "teacher_versions": ", ".join(sorted(model.teacher_versions)),
-    }
+    lineage = {"teacher_versions": ", ".join(sorted(model.teacher_versions))}
     with atomic_io.replace_file(path) as temporary:
         save_file(_state_dict(model), temporary, _model_metadata(reader, name) | lineage)
     return path
@@ -95,14 +92,14 @@ def load_domain_model(reader: ExampleReader, day: date) -> DomainModel:
                 "`gemline rank train-domain` again"
             )
     teachers = metadata.get("teacher_versions", "").split(", ")
-    return DomainModel(weights, metadata.get("shared_gem") or None, frozenset(teachers) - {""})
+    return DomainModel(weights, frozenset(teachers) - {""})
 
 
 @torch.no_grad()
 def load_domain_weights(student: TrainedStudent, domain: DomainModel) -> None:
     """Copy a domain's weights into a student; the layers of the MLP only where shapes are equal.
 
-    The student takes over the lineage.
+    The student takes over the GEMs whose predictions were learned.
 
     Raises:
         UserError: Any other weight has another shape.
@@ -116,7 +113,7 @@ def load_domain_weights(student: TrainedStudent, domain: DomainModel) -> None:
                 f"{name} has another shape in the domain's model: train both with the same "
                 "embedding_dim, event_width and user_hash_buckets"
             )
-    student.shared_gem, student.teacher_versions = domain.shared_gem, domain.teacher_versions
+    student.teacher_versions = domain.teacher_versions
 
 
 def load_domain_predictions(lake: Lake, surface: str, split: DaySplit) -> TeacherPredictions:

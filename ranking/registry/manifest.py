@@ -69,7 +69,7 @@ class RankerTraining(StrictModel):
     teacher_versions: tuple[str, ...] = ()
     """GEMs whose predictions were learned, also by the model whose weights it started with."""
     shared_gem: str | None = None
-    """The GEM whose modules the training started with, also through the model of a domain."""
+    """The GEM whose modules the training started with."""
     refit_of: str | None = None
     """The version that was promoted, if this one continued its training on newer labels."""
     gate: tuple[str, ...] = ()

@@ -95,7 +95,7 @@ class DistillationConfig(StrictModel):
 
     With `teacher: domain` the student learns the predictions of the model of its domain, which
     learned those of GEM. With `warm_start_from: domain` it starts with all weights of that model
-    that have the same shape, instead of modules of GEM.
+    that have the same shape, instead of modules of GEM. Models of domains share no modules of GEM.
     """
 
     teacher: Annotated[
@@ -131,7 +131,8 @@ class DistillationConfig(StrictModel):
     shared_modules: Annotated[
         tuple[SharedModule, ...] | None,
         tyro.conf.arg(
-            help="modules of GEM that the student starts with; all by default, if sizes are equal"
+            help="modules of GEM that the student starts with; by default all if sizes are equal, "
+            "none for models of domains"
         ),
     ] = None
     freeze_shared: Annotated[bool, tyro.conf.arg(help="do not train the shared modules")] = False
@@ -185,9 +186,14 @@ class StudentTrainConfig(StrictModel):
 
 
 class DomainTrainConfig(StudentTrainConfig):
-    """Training of the model of a domain, which is larger than the rankers that start from it."""
+    """Training of the model of a domain, which is larger than the rankers that start from it.
+
+    It starts with no modules of GEM: they have learned the labels of the training examples, and its
+    scores of an example must not depend on the example's own labels.
+    """
 
     model: StudentConfig = StudentConfig(hidden=(256, 128))
+    distillation: DistillationConfig = DistillationConfig(shared_modules=())
 
     @field_validator("distillation")
     @classmethod
@@ -197,4 +203,9 @@ class DomainTrainConfig(StudentTrainConfig):
                 "the model of a domain can neither start nor learn from itself: set "
                 "warm_start_from: gem and teacher: gem"
             )
-        return distillation
+        if distillation.shared_modules or distillation.freeze_shared:
+            raise ValueError(
+                "the model of a domain starts with no modules of GEM, which have learned the "
+                "labels that its scores predict: remove shared_modules and freeze_shared"
+            )
+        return distillation.model_copy(update={"shared_modules": ()})

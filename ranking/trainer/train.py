@@ -22,7 +22,7 @@ from ranking.registry.programs import require_compiler
 from ranking.registry.ranker import latest_trained_pointer, rankers_folder
 from ranking.registry.tracking import register_ranker
 from ranking.scoring.predictions import SegmentedPredictions
-from ranking.student.config import DistillationConfig, StudentTrainConfig
+from ranking.student.config import DistillationConfig, DomainTrainConfig, StudentTrainConfig
 from ranking.student.trained import TrainedStudent, new_student
 from ranking.trainer.calibrate import (
     fit_calibration,
@@ -79,7 +79,7 @@ def train_ranker(
     return folder
 
 
-def train_domain(lake: Lake, name: str, split: DaySplit, config: StudentTrainConfig) -> StoragePath:
+def train_domain(lake: Lake, name: str, split: DaySplit, config: DomainTrainConfig) -> StoragePath:
     """Train the model of a domain, from which its rankers may start or learn; returns its file."""
     surfaces = lake.spec.domains[name]
     embeddings = load_teacher_history(lake, config.model.input_limits)
@@ -93,7 +93,7 @@ def fit_domain_model(
     student: TrainedStudent,
     name: str,
     split: DaySplit,
-    config: StudentTrainConfig,
+    config: DomainTrainConfig,
     teacher: TeacherPredictions | None,
 ) -> StoragePath:
     """Train a student as the model of a domain; returns its file.

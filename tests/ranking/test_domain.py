@@ -5,10 +5,12 @@ from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
+from benchmarks.studies.student_trials import link_lake_with_gem
 from benchmarks.studies.trials import symlinked_lake
 from etl.errors import UserError
 from etl.spec.units import DaySplit
@@ -157,7 +159,7 @@ def test_options_of_shared_gem_modules_do_not_apply_to_a_domain(
 
 
 def test_a_domain_learns_from_all_its_surfaces_and_rankers_start_from_it(table_lake: Lake) -> None:
-    config = StudentTrainConfig(
+    config = DomainTrainConfig(
         model=SMALL, batch_rows=512, weight_decay=0, distillation=DistillationConfig(kind="none")
     )
     train_domain(table_lake, "everywhere", SPLIT, config.model_copy(update={"epochs": 0}))
@@ -169,7 +171,7 @@ def test_a_domain_learns_from_all_its_surfaces_and_rankers_start_from_it(table_l
     assert is_changed.tolist() == [False, True, True, True]  # unknown, feed, reels, messaging
 
     from_domain = DistillationConfig(kind="none", warm_start_from="domain")
-    not_trained = config.model_copy(update={"epochs": 0, "distillation": from_domain})
+    not_trained = StudentTrainConfig(model=SMALL, epochs=0, distillation=from_domain)
     ranker = train_on_surfaces(table_lake, ("messaging",), SPLIT, not_trained).averaged
     for name, weight in weights_of(ranker).items():
         prefix = "tables" if name.startswith("tables.") else "student"
@@ -179,14 +181,14 @@ def test_a_domain_learns_from_all_its_surfaces_and_rankers_start_from_it(table_l
 def test_a_ranker_that_starts_from_a_domain_names_its_gems(table_lake: Lake) -> None:
     reader = surface_reader(table_lake)
     domain = new_student(reader, SMALL, reader.items.num_seen_by(DAY), TeacherEmbeddings.empty())
-    domain.shared_gem, domain.teacher_versions = "gem-1", frozenset({"gem-1", "gem-2"})
+    domain.teacher_versions = frozenset({"gem-1", "gem-2"})
     config = StudentTrainConfig(model=SMALL, epochs=0).labels_only()
     trained = StudentTrainer(domain, config, teacher=None).averaged  # what train_domain saves
     domains.save_domain_model(reader, "everywhere", DAY, trained)
     distillation = DistillationConfig(kind="none", warm_start_from="domain")
     config = config.model_copy(update={"distillation": distillation})
     record = train_on_surfaces(table_lake, ("feed",), SPLIT, config).snapshot(FIRST, 0).record
-    assert record.shared_gem == "gem-1" and record.teacher_versions == ("gem-1", "gem-2")
+    assert record.teacher_versions == ("gem-1", "gem-2")
 
 
 class FlippedLabels(StudentTrainer):
@@ -218,6 +220,35 @@ def test_a_domain_model_predicts_each_example_before_it_learns_it(table_lake: La
     assert 3 * 64 < after <= 3 * 64 + 2 * 64 and changed[after:].mean() > 0.9
 
 
+def test_scores_of_a_domain_do_not_depend_on_the_weights_of_gem(
+    gem_lake: Lake, tmp_path: Path
+) -> None:
+    """GEM has learned the labels of the training days; only its earlier predictions are read."""
+    config = DomainTrainConfig(
+        model=SMALL, batch_rows=64, distillation=DistillationConfig(kind="auxiliary")
+    )
+    with_gem = link_lake_with_gem(gem_lake, tmp_path / "with GEM")
+    without = link_lake_with_gem(gem_lake, tmp_path / "without")
+    Path(without.root, "models", "gem").unlink()
+    scores = []
+    for lake in (with_gem, without):
+        train_domain(lake, "everywhere", SPLIT, config)
+        path = domains.domain_predictions_path(lake, "everywhere", DAY)
+        scores.append(Predictions.read(path, SPLIT).probabilities)
+    np.testing.assert_array_equal(scores[0], scores[1])
+
+
+@pytest.mark.parametrize("options", [{"shared_modules": ["events"]}, {"freeze_shared": True}])
+def test_a_domain_model_that_would_share_modules_of_gem_is_refused(
+    options: dict[str, object],
+) -> None:
+    assert DomainTrainConfig().distillation.shared_modules == ()
+    named = DomainTrainConfig.model_validate({"distillation": {"kind": "plain"}})
+    assert named.distillation.shared_modules == ()
+    with pytest.raises(ValidationError, match="starts with no modules of GEM, which have learned"):
+        DomainTrainConfig.model_validate({"distillation": options})
+
+
 def test_predicting_before_learning_changes_no_weight(table_lake: Lake) -> None:
     model, _ = trained_prequentially(table_lake, None)
     config = StudentTrainConfig(model=SMALL, batch_rows=64).labels_only()
@@ -229,7 +260,9 @@ def test_predicting_before_learning_changes_no_weight(table_lake: Lake) -> None:
 
 
 def test_a_ranker_learns_what_its_domain_predicted(table_lake: Lake) -> None:
-    labels = StudentTrainConfig(model=SMALL, batch_rows=512).labels_only()
+    labels = DomainTrainConfig(
+        model=SMALL, batch_rows=512, distillation=DistillationConfig(kind="none")
+    )
     taught = StudentTrainConfig(
         model=SMALL, distillation=DistillationConfig(teacher="domain", shared_modules=())
     )
