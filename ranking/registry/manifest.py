@@ -18,7 +18,7 @@ from etl.tables.uri import StoragePath, read_text_if_exists
 from ranking.registry.calibration_offsets import read_offsets
 from ranking.scoring.calibration import PlattScaling
 from ranking.scoring.offsets import CalibrationOffsets
-from ranking.scoring.segment_calibration import SegmentEvaluation
+from ranking.scoring.segment_calibration import SegmentCalibration, SegmentEvaluation
 from ranking.student.config import InputLimits, StudentTrainConfig
 
 LOG_VALUES = "log_values"  # output of the rank program: logarithms of outcome values (R, C, V)
@@ -74,6 +74,9 @@ class RankerTraining(StrictModel):
     """The version that was promoted, if this one continued its training on newer labels."""
     gate: tuple[str, ...] = ()
     """Reasons of the gate's decision on the version that it judged."""
+    gate_segments: tuple[SegmentCalibration, ...] = ()
+    """Calibration by segment of that version's predictions of the test days; empty in rankers that
+    were saved before it was recorded."""
     evaluation: SegmentEvaluation | None = None
     """Calibration by segment on labels that a refit, and those of its day before it, predicted
     before they learned them."""

@@ -1,6 +1,6 @@
 """The model card of a ranker: what it is for, what it was made from, and how it was judged."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from etl.event_time import format_utc
 from etl.spec.model import DataSpec
@@ -10,12 +10,13 @@ from ranking.scoring.calibration import PlattScaling
 from ranking.scoring.segment_calibration import (
     ALL_ROWS,
     MAX_SIGMA,
+    SegmentCalibration,
     SegmentEvaluation,
     segment_name,
     worst_segment,
 )
 
-WORST_SEGMENTS = 10  # rows of the table of segments, besides those of all rows
+WORST_SEGMENTS = 10  # rows of a table of segments, besides those of all rows
 
 
 def model_card(manifest: RankerManifest) -> str:
@@ -41,7 +42,7 @@ def _lines(manifest: RankerManifest) -> Iterator[str]:
     yield "- **Not for** other surfaces or specs. Items that it has no row for (from index"
     yield f"  {manifest.num_items} on) are read as an unknown one."
     yield ""
-    yield from _training_lines(training) if training else ("No record of its training.",)
+    yield from _training_lines(spec, training) if training else ("No record of its training.",)
     yield ""
     yield "## Calibration"
     yield ""
@@ -86,6 +87,11 @@ def _segment_lines(spec: DataSpec, evaluation: SegmentEvaluation | None) -> Iter
     yield f"are in units of noise (sigma): the worst of {len(segments)} segments is at"
     yield f"{worst[1]:.1f}, corrected for their number; up to {MAX_SIGMA:.0f} is within noise."
     yield ""
+    yield from _segment_table(spec, segments)
+
+
+def _segment_table(spec: DataSpec, segments: Sequence[SegmentCalibration]) -> Iterator[str]:
+    """A row of each objective for all rows, and the segments with the least probable errors."""
     yield "| objective | segment | positives | predictions / outcomes | sigma |"
     yield "|---|---|---|---|---|"
     overall = [segment for segment in segments if segment.segment == ALL_ROWS]
@@ -96,7 +102,7 @@ def _segment_lines(spec: DataSpec, evaluation: SegmentEvaluation | None) -> Iter
         yield f"| {row.objective} | {name} | {numbers} |"
 
 
-def _training_lines(training: RankerTraining) -> Iterator[str]:
+def _training_lines(spec: DataSpec, training: RankerTraining) -> Iterator[str]:
     yield "## Training"
     yield ""
     yield f"- **Days**: impressions from {training.first_day} on; labels final by"
@@ -117,3 +123,8 @@ def _training_lines(training: RankerTraining) -> Iterator[str]:
     yield "## Evaluation at the gate"
     yield ""
     yield from (f"- {reason}" for reason in training.gate or ("not evaluated yet",))
+    if training.gate_segments:
+        yield ""
+        yield "Calibration by segment on the test days, errors in units of noise (sigma):"
+        yield ""
+        yield from _segment_table(spec, training.gate_segments)

@@ -58,5 +58,6 @@ def register_decision(lake: Lake, surface: str) -> None:
     if manifest.training is None:  # a ranker of an earlier release
         return
     verdict = "promoted" if record.promoted else "not promoted"
-    training = manifest.training.model_copy(update={"gate": (verdict, *record.reasons)})
+    changes = {"gate": (verdict, *record.reasons), "gate_segments": record.segments}
+    training = manifest.training.model_copy(update=changes)
     register_ranker(lake, folder, manifest.model_copy(update={"training": training}))

@@ -153,11 +153,16 @@ def export_refit(
         require_compiler()
     assert manifest.training is not None
     promoted_version = manifest.training.refit_of or folder.name
-    gate = manifest.training.gate
+    gate, gate_segments = manifest.training.gate, manifest.training.gate_segments
     if decision and decision.version == promoted_version:
-        gate = decision.reasons
+        gate, gate_segments = decision.reasons, decision.segments
     record = refit.snapshot.record.model_copy(
-        update={"refit_of": promoted_version, "gate": gate, "evaluation": refit.evaluation}
+        update={
+            "refit_of": promoted_version,
+            "gate": gate,
+            "gate_segments": gate_segments,
+            "evaluation": refit.evaluation,
+        }
     )
     student, labels_until = refit.trainer.averaged, record.labels_until
     reader, end_day = student.input_builder.reader, lake.spec.last_day_before(labels_until)

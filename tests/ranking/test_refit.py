@@ -34,11 +34,15 @@ from ranking.registry.ranker import (
     load_ranker_before,
     version_to_evaluate,
 )
-from ranking.registry.records import read_refit_record
+from ranking.registry.records import (
+    PromotionRecord,
+    read_refit_record,
+    write_promotion_record,
+)
 from ranking.registry.tracking import register_decision, register_ranker
 from ranking.report.data import model_cards
 from ranking.scoring.offsets import RankerCalibration
-from ranking.scoring.segment_calibration import ALL_ROWS
+from ranking.scoring.segment_calibration import ALL_ROWS, SegmentCalibration
 from ranking.student.config import DistillationConfig, SharedModule, StudentTrainConfig
 from ranking.student.trained import new_student
 from ranking.trainer.calibrate import predict_window, refresh_calibration, refresh_live_calibration
@@ -254,6 +258,56 @@ def test_mlflow_has_the_decision_of_the_gate_and_no_removed_version(own_lake: La
     assert registered.source == str(gated) and "not evaluated yet" not in card
     assert decision.promoted and all(text in card for text in decision.reasons)
     assert registered.tags["gate"] == "; ".join(("promoted", *decision.reasons))
+
+
+def gate_rows(card: str) -> list[str]:
+    """The rows of a model card's table of segments at the gate."""
+    (_, section) = card.split("## Evaluation at the gate")
+    lines = section.split("\n## ")[0].splitlines()
+    return [line for line in lines if line.startswith("|")][2:]
+
+
+def judged_segment(objective: str, segment: str, p_value: float) -> SegmentCalibration:
+    return SegmentCalibration(
+        objective=objective, segment=segment, value=1, rows=400, positives=100, predicted=131.0,
+        p_value=p_value,
+    )  # fmt: skip
+
+
+JUDGED = (
+    judged_segment("click", "surface", 0.5),
+    judged_segment("long_view", "surface", 1e-9),
+    judged_segment("click", ALL_ROWS, 0.02),
+)
+
+
+def assert_shows_judged_segments(card: str) -> None:
+    """All rows come first, then the segments with the least probable errors."""
+    rows = gate_rows(card)
+    assert [row.split(" | ")[0] for row in rows] == ["| click", "| long_view", "| click"]
+    assert all("| 100 | 1.31 |" in row for row in rows) and "all rows" in rows[0]
+
+
+def test_mlflow_has_the_calibration_by_segment_that_the_gate_judged(own_lake: Lake) -> None:
+    gated = live_version(own_lake.root, SURFACE).name
+    record = PromotionRecord(version=gated, promoted=False, reasons=("worse",), segments=JUDGED)
+    write_promotion_record(own_lake.root, SURFACE, record)
+    register_decision(own_lake, SURFACE)
+    client = MlflowClient(f"sqlite:///{own_lake.root}/mlflow.db")
+    (registered,) = client.search_model_versions("name = 'simulator-feed'")
+    assert_shows_judged_segments(registered.description or "")
+
+
+def test_cards_of_refits_show_the_calibration_by_segment_at_the_gate(own_lake: Lake) -> None:
+    """Also that of a later refit, when the gate has judged another version since."""
+    root = own_lake.root
+    gated = live_version(root, SURFACE).name
+    judged = PromotionRecord(version=gated, promoted=True, reasons=("better",), segments=JUDGED)
+    other = PromotionRecord(version="other", promoted=False, reasons=())
+    for record, day in ((judged, THIRD), (other, LAST)):
+        write_promotion_record(root, SURFACE, record)
+        folder = refit_live_ranker(own_lake, SURFACE, own_lake.spec.day_end(day))
+        assert_shows_judged_segments((local_path(folder) / "model_card.md").read_text())
 
 
 def test_items_seen_since_the_training_leave_the_row_of_the_unknown_item(refits: Refits) -> None:
