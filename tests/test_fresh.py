@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from etl.spec import load_spec
+from etl.tables.atomic_io import local_path
+from etl.tables.lake import Lake
+from ranking.registry.manifest import MODEL_CARD, read_manifest
+from ranking.registry.ranker import live_version
+from ranking.registry.records import read_promotion_record
+from tests.conftest import ROOT, SPEC
 from tests.pages import blocks
 
 OWN_VARIABLES = ("HOME", "XDG_", "GEMLINE_", "VIRTUAL_ENV", "MAKE", "OMP_", "PYTHON")
@@ -26,6 +32,7 @@ def test_make_demo_works_on_a_fresh_clone(tmp_path: Path) -> None:
     print(f"make demo on a fresh clone: {time.monotonic() - start:.0f} s")
     report = clone / "work/demo/lake/report.html"
     assert "<svg" in report.read_text()
+    assert_refits_are_live(Lake(str(report.parent), load_spec(SPEC)))
     (example,) = blocks(ROOT / "README.md", "python")
     python = clone / ".venv" / "bin" / "python"
     ranked = subprocess.run(
@@ -37,6 +44,17 @@ def test_make_demo_works_on_a_fresh_clone(tmp_path: Path) -> None:
     )
     responses = responses_of_service(clone, env, serve, request)
     assert '"ranking":[{"rank":0' in responses and '{"accepted":1}' in responses
+
+
+def assert_refits_are_live(lake: Lake) -> None:
+    """Each surface serves the refit of the version that passed the gate, with a model card."""
+    for surface in lake.spec.ad_surfaces:
+        record = read_promotion_record(lake.root, surface)
+        live = read_manifest(live_version(lake.root, surface))
+        assert record and record.promoted and live.version != record.version
+        assert live.training and live.training.refit_of == record.version
+        card = local_path(live_version(lake.root, surface)) / MODEL_CARD
+        assert card.read_text().startswith(f"# Ranker of {surface}, {live.version}\n")
 
 
 def responses_of_service(clone: Path, env: dict[str, str], serve: str, request: str) -> str:
