@@ -30,7 +30,7 @@ def requested_campaign(spec: DataSpec, request: ForecastRequest) -> Campaign | N
     if request.goal not in auction.goal_objectives:
         raise UserError(f"no campaign has the goal {request.goal!r}; known: {goals}")
     objective = auction.goal_objectives[request.goal]
-    return Campaign(objective, request.bid, request.frequency_cap)
+    return Campaign(objective, request.bid, request.frequency_cap, request.budget is not None)
 
 
 async def forecast_campaign(

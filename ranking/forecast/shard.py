@@ -42,12 +42,14 @@ class Campaign:
         objective: The objective that the campaign pays for.
         bid: What it bids per event.
         frequency_cap: Most impressions of a user; None without a limit.
+        has_budget: Whether a budget may limit it, so that sums need its spend curve.
         participation: Share of the auctions in which it takes part, so that a budget lasts.
     """
 
     objective: str
     bid: float
     frequency_cap: int | None = None
+    has_budget: bool = False
     participation: float = 1.0
 
 
@@ -193,23 +195,25 @@ class Shard:
         won = np.asarray(users["won"], np.int64)
         if campaign is None:
             return np.stack([np.ones(len(won)), won])
-        share, every = campaign.participation, np.arange(won.max(initial=0) + 1)
-        served = served_impressions(every, np.array([share]), campaign.frequency_cap)[0, won]
+        every = np.arange(won.max(initial=0) + 1)
+        share = np.array([campaign.participation])
+        served = served_impressions(every, share, campaign.frequency_cap)[0].take(won)
+        reached = (1.0 - (1.0 - share) ** every).take(won)
         per_win = served / np.maximum(won, 1)
         return np.stack([
-            1.0 - (1.0 - share) ** won, served,
-            *(np.asarray(users[name]) * per_win for name in self._summed),
+            reached, served, *(np.asarray(users[name]) * per_win for name in self._summed)
         ])  # fmt: skip
 
     def _spend_curve(self, users: dict[str, Any], campaign: Campaign | None) -> Float64:
-        """The spend (S) at PARTICIPATIONS; none (0) without a frequency cap, as it is linear."""
-        if campaign is None or campaign.frequency_cap is None:
+        """The spend (S) at PARTICIPATIONS; none (0) if it is linear, or no budget needs it."""
+        if campaign is None or campaign.frequency_cap is None or not campaign.has_budget:
             return np.zeros(0)
         won, weights = np.asarray(users["won"], np.int64), self.weights[users["user_index"]]
         per_win = np.asarray(users["cost"]) * weights / np.maximum(won, 1)
-        by_number = np.bincount(won, per_win, minlength=1)
-        every = np.arange(len(by_number))
-        return served_impressions(every, PARTICIPATIONS, campaign.frequency_cap) @ by_number
+        by_number = np.bincount(won, per_win)
+        numbers = np.flatnonzero(by_number)
+        served = served_impressions(numbers, PARTICIPATIONS, campaign.frequency_cap)
+        return np.asarray(served @ by_number[numbers])
 
 
 def served_impressions(won: Int64, shares: Float64, frequency_cap: int | None) -> Float64:

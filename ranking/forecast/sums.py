@@ -37,7 +37,7 @@ class SampleSums:
         key: A hash of the set of these users.
         answered: The share of the shards that the sums are from.
         spend_curve: The spend at `ranking.forecast.shard.PARTICIPATIONS` (S), if a campaign has a
-            frequency cap.
+            frequency cap and a budget.
     """
 
     totals: Float64
