@@ -14,6 +14,7 @@ from etl.tables import spark_io, user_schemas
 from etl.tables.lake import Lake
 
 ID_SEPARATORS = r"""[\s"',:;{}\[\]()|\\]+"""
+URL_SEPARATORS = r"""[\s"',:;{}\[\]()|\\=&/?#<>]+"""  # an id may contain some of these itself
 
 
 def record_erased_users(lake: Lake, users: DataFrame, until_ts: int, day: date) -> None:
@@ -53,60 +54,103 @@ def erased_until(lake: Lake, before: date | None, now: int) -> int:
     return max([now + slowest_source, *seconds])
 
 
-def mark_erased(lake: Lake, rows: DataFrame, known_ts: Column | None = None) -> DataFrame:
+def mark_erased(lake: Lake, rows: DataFrame) -> DataFrame:
     """Raw records with null `reasons` where their user was erased: they are neither valid nor bad.
 
-    Args:
-        lake: The lake.
-        rows: Records with `user_id`, `reasons`, `day`, and their payload and location. One whose
-            user could not be read belongs to the users whose ids are words of its payload.
-        known_ts: The time (µs) from which a valid record was known; by default, and for a bad one,
-            that at which its day began.
+    `rows` have `user_id`, `reasons`, `day`, and their payload and location. A record is known from
+    the time at which its day began. One whose user could not be read belongs to the users whose ids
+    are words of its payload.
     """
     erased = _last_erasures(lake)
     if erased is None:
         return rows
-    location = [SOURCE_FILE, RECORD_LOCATION]
+    joined = _with_erasures(lake, rows, erased, RECORD_LOCATION)
+    return _without_reasons(joined, _day_start(lake) <= F.col("erased_until"), rows)
+
+
+def mark_erased_events(
+    lake: Lake, rows: DataFrame, location_column: str = RECORD_LOCATION
+) -> DataFrame:
+    """`mark_erased` for normalized records of logs, of which a valid one has `visible_ts`.
+
+    A valid event is erased by the rule of `without_erased`, a bad record by that of its day.
+    """
+    erased = _last_erasures(lake)
+    if erased is None:
+        return rows
+    joined = _with_erasures(lake, rows, erased, location_column)
+    of_day = _day_start(lake) <= F.col("erased_until")
+    is_erased = F.when(F.col("reasons") == "", _is_erased_event()).otherwise(of_day)
+    return _without_reasons(joined, is_erased, rows)
+
+
+def without_erased(lake: Lake, events: DataFrame) -> DataFrame:
+    """Valid events that no erasure of their user covers.
+
+    An erasure covers what was visible until its time and, if it is of all data, all that occurred
+    before its day: a copy of an erased event that is delivered again later is visible later, and
+    nothing is left of which it is a duplicate.
+    """
+    erased = _last_erasures(lake)
+    if erased is None:
+        return events
+    rows = events.withColumn("id_hash", salted_hash(lake, F.col("user_id")))
+    rows = rows.join(erased, "id_hash", "left")
+    return rows.filter(~F.coalesce(_is_erased_event(), F.lit(False))).select(events.columns)
+
+
+def _last_erasures(lake: Lake) -> DataFrame | None:
+    """Erasures by `id_hash`: `erased_until` (µs), and `occurred_before` (µs) if one is of all data.
+
+    None if there is none. An erasure of all data reaches beyond the start of its own day.
+    """
+    schema = user_schemas.erased_users(lake.spec)
+    if not lake.exists(schema.name):
+        return None
+    stored, day_start = spark_io.read_table(lake, schema), _day_start(lake)
+    of_all_data = F.when(F.col("until_ts") >= day_start, day_start)
+    return stored.groupBy("id_hash").agg(
+        F.max("until_ts").alias("erased_until"), F.max(of_all_data).alias("occurred_before")
+    )
+
+
+def _is_erased_event() -> Column:
+    """Whether a joined erasure covers a valid event; null without one."""
+    was_visible = F.col("visible_ts") * MICROS["s"] <= F.col("erased_until")
+    return was_visible | F.coalesce(F.col("event_ts") < F.col("occurred_before"), F.lit(False))
+
+
+def _day_start(lake: Lake) -> Column:
+    """The time (µs) at which the day of a row began."""
+    return F.expr(f"{day_start_sql(lake.spec)} * {MICROS['s']}")
+
+
+def _with_erasures(
+    lake: Lake, rows: DataFrame, erased: DataFrame, location_column: str
+) -> DataFrame:
+    """Raw records with the last erasures of their user, or of users whom they mention."""
+    location = [SOURCE_FILE, location_column]
     unreadable = rows.filter(F.col("user_id").isNull() & F.col(PAYLOAD).isNotNull())
     words = unreadable.select(*location, F.explode(payload_words(F.col(PAYLOAD))).alias("word"))
     mentions = words.withColumn("id_hash", salted_hash(lake, F.col("word")))
     mentions = mentions.join(erased, "id_hash")
     mentions = mentions.groupBy(*location).agg(F.max("erased_until").alias("mentioned_until"))
     rows = rows.withColumn("id_hash", salted_hash(lake, F.col("user_id")))
-    rows = rows.join(erased, "id_hash", "left")
-    rows = rows.join(mentions, location, "left")
-    until = F.coalesce("erased_until", "mentioned_until")
-    day_start = F.expr(f"{day_start_sql(lake.spec)} * {MICROS['s']}")
-    known_since = day_start
-    if known_ts is not None:
-        known_since = F.when(F.col("reasons") == "", known_ts).otherwise(day_start)
-    is_erased = until.isNotNull() & F.coalesce(known_since <= until, F.lit(True))
-    marked = rows.withColumn("reasons", F.when(~is_erased, F.col("reasons")))
-    return marked.drop("id_hash", "erased_until", "mentioned_until")
+    rows = rows.join(erased, "id_hash", "left").join(mentions, location, "left")
+    return rows.withColumn("erased_until", F.coalesce("erased_until", "mentioned_until"))
 
 
-def without_erased(lake: Lake, events: DataFrame) -> DataFrame:
-    """Valid events, with `user_id` and `visible_ts`, that no erasure of their user covers."""
-    erased = _last_erasures(lake)
-    if erased is None:
-        return events
-    rows = events.withColumn("id_hash", salted_hash(lake, F.col("user_id")))
-    rows = rows.join(erased, "id_hash", "left")
-    known_ts = F.col("visible_ts") * MICROS["s"]
-    is_kept = F.col("erased_until").isNull() | (known_ts > F.col("erased_until"))
-    return rows.filter(is_kept).select(events.columns)
+def _without_reasons(joined: DataFrame, is_erased: Column, rows: DataFrame) -> DataFrame:
+    """The columns of `rows`, with null `reasons` where an erasure covers the record.
 
-
-def _last_erasures(lake: Lake) -> DataFrame | None:
-    """`id_hash` and `erased_until` (µs) of each erased user; None if there is none."""
-    schema = user_schemas.erased_users(lake.spec)
-    if not lake.exists(schema.name):
-        return None
-    stored = spark_io.read_table(lake, schema)
-    return stored.groupBy("id_hash").agg(F.max("until_ts").alias("erased_until"))
+    A record of no day, which no day tells from later ones, is covered.
+    """
+    is_covered = F.col("erased_until").isNotNull() & F.coalesce(is_erased, F.lit(True))
+    return joined.withColumn("reasons", F.when(~is_covered, F.col("reasons"))).select(rows.columns)
 
 
 def payload_words(payload: Column) -> Column:
-    """The parts of a record that may be an id: between quotes, and between separators."""
+    """The parts of a record that may be an id: between quotes, separators, and those of URLs."""
     quoted = F.regexp_extract_all(payload, F.lit(r'"([^"]*)"'), F.lit(1))
-    return F.array_union(quoted, F.split(payload, ID_SEPARATORS))
+    words, in_urls = F.split(payload, ID_SEPARATORS), F.split(payload, URL_SEPARATORS)
+    return F.array_union(F.array_union(quoted, words), in_urls)

@@ -118,6 +118,11 @@ def _data_files(source: Source, table: DeltaTable) -> pa.Table:
 
 def _as_days(source: Source, column: pa.ChunkedArray) -> pa.ChunkedArray:
     """The days of partitions, dates or texts such as 2026-01-31; UserError for any other value."""
+    if column.null_count:
+        raise UserError(
+            f"{source.location} has rows without a value of its partition column "
+            f"{source.partition_column}, which are of no day: give them one, or delete them"
+        )
     if pa.types.is_date(column.type):
         return column.cast(pa.date32())
     texts = column.cast(pa.string())

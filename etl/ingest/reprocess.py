@@ -8,6 +8,7 @@ from typing import Any
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
+from etl.erasure.erased_users import mark_erased_events
 from etl.errors import UserError
 from etl.ingest.named_events import lookup_days, read_valid_events, with_named_fields
 from etl.ingest.normalize import REASON_SEPARATOR, logged_columns, normalize_events
@@ -52,7 +53,9 @@ def reprocess_quarantine(lake: Lake, days: DayRange) -> dict[str, int]:
         # Events that name an unknown one are still valid here: the day may be earlier than needed.
         first_day = _first_valid_day(records) or days[1]
         stored_days = lookup_days(lake.spec, (first_day, days[1]))[0], days[1]
-        with with_named_fields(lake, records, stored_days) as completed:
+        with with_named_fields(lake, records, stored_days) as named:
+            # An erasure may have missed a record whose user could not be read.
+            completed = mark_erased_events(lake, named, "line").filter("reasons IS NOT NULL")
             changed_days = _first_valid_day(completed) or days[1], days[1]
             return _release_records(lake, days, changed_days, quarantined, completed)
 

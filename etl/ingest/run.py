@@ -16,7 +16,7 @@ import pyarrow as pa
 from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
 
-from etl.erasure.erased_users import mark_erased
+from etl.erasure.erased_users import mark_erased_events
 from etl.errors import UserError
 from etl.event_time import day_start_sql
 from etl.ingest.arrival import file_states_by_day, record_ingested_files, with_attribute_files
@@ -120,7 +120,7 @@ def _ingest_once(
 def _ingest_records(lake: Lake, selection: RawSelection, all_records: DataFrame) -> dict[str, int]:
     """Write the tables from normalized records, among which are records of other days."""
     spec, days = lake.spec, selection.days
-    all_records = mark_erased(lake, all_records, F.col("visible_ts") * MICROS["s"])
+    all_records = mark_erased_events(lake, all_records)
     is_of_days = F.col("day").between(F.lit(days[0]), F.lit(days[1])) | F.col("day").isNull()
     is_counted = is_of_days & F.col("reasons").isNotNull()  # null: erased or skipped
     records = all_records.filter(is_counted)

@@ -229,6 +229,10 @@ def test_what_cannot_be_read_is_refused_by_name(spark: SparkSession, tmp_path: P
     weekly = rows_on(DAYS[0], as_text=True).set_column(7, "landed", pa.array(["2026-W01"] * 6))
     write_deltalake(tmp_path / "raw/weekly", weekly, partition_by=["landed"])
     assert "has the partition landed=2026-W01" in refused(tmp_path, path="weekly")
+    dayless = rows_on(DAYS[0]).set_column(7, "landed", pa.array([DAYS[0]] * 5 + [None]))
+    write_deltalake(tmp_path / "raw/dayless", dayless, partition_by=["landed"])
+    message = refused(tmp_path, path="dayless")
+    assert "has rows without a value of its partition column landed" in message
     columns = yaml.safe_load(SPEC)["sources"]["app"]["columns"] | {"user": "visitor"}
     assert "the spec names visitor" in refused(tmp_path, columns=columns)
     assert DeltaTable(tmp_path / "raw/app").version() == 1, "it is only read"

@@ -8,12 +8,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 
 from etl.attributes import load_attributes
-from etl.erasure.erased_users import erased_until, record_erased_users
+from etl.erasure.erased_users import erased_until, payload_words, record_erased_users
 from etl.erasure.hashes import SALT_PROPERTY, create_salt, read_salt
 from etl.erasure.tables import ErasureScope, erase_from_tables
 from etl.errors import UserError
+from etl.ingest.reprocess import reprocess_quarantine
 from etl.ingest.run import ingest
 from etl.spec import DataSpec, load_spec
 from etl.spec.units import DAY, MICROS
@@ -151,6 +153,53 @@ def test_events_that_were_logged_before_the_erasure_do_not_return_if_they_are_in
     ingest(lake, str(tmp_path / "raw"), (DAY_1, DAY_1))
     logged_ts = {row["ingest_ts"] for row in rows(lake, "events") if row["user_id"] == ERASED}
     assert logged_ts == {(start + second) * MICROS["s"] for second in SECONDS if second > now}
+
+
+def test_events_that_are_delivered_again_after_the_erasure_do_not_return(
+    spark: SparkSession, logged: tuple[Lake, Path]
+) -> None:
+    """Nothing is left of which the copies, which become visible with their later file, are one."""
+    lake, raw = logged
+    erase(lake, spark.createDataFrame(pa.table({"user_id": [ERASED]})))
+    log = raw / "log"
+    (log / f"{DAY_2}.json").write_text((log / f"{DAY_1}.json").read_text())
+    ingest(lake, str(raw), (DAY_2, DAY_2))
+    assert ERASED not in {row["user_id"] for row in rows(lake, "events")}
+
+
+def test_reprocessing_does_not_bring_erased_users_back(spark: SparkSession, tmp_path: Path) -> None:
+    """A record of unknown type was quarantined, and its user is erased before the spec knows it."""
+    spec_file, raw = tmp_path / "spec.yaml", tmp_path / "raw"
+    spec_file.write_text(SPEC)
+    lake = Lake(str(tmp_path / "lake"), load_spec(spec_file))
+    write_logs(raw, lake.spec, DAY_1, (ERASED, "user-2"))
+    log = raw / "log" / f"{DAY_1}.json"
+    log.write_text(log.read_text().replace('"click"', '"klick"'))
+    ingest(lake, str(raw), (DAY_1, DAY_1))
+    users = spark.createDataFrame(pa.table({"user_id": [ERASED]}))
+    record_erased_users(lake, users, erased_until(lake, None, now=0) * MICROS["s"], DAY_2)
+    types = "    time_unit: s\n    types: {shown: shown, click: click, klick: click}\n"
+    spec_file.write_text(SPEC.replace("    time_unit: s\n", types))
+    corrected = Lake(lake.root, load_spec(spec_file))
+    before = rows(lake, "events")
+    assert reprocess_quarantine(corrected, (DAY_1, DAY_1))["released"] > 0
+    released = [row for row in rows(corrected, "events") if row not in before]
+    assert {row["user_id"] for row in released} == {"user-2"}
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        '{"url": "https://shop.example/?uid=user-1&item=3',
+        "user-1,item=3,pa",
+        '"user-1"x',
+        "a;user-1",
+    ],
+)
+def test_an_id_is_found_in_a_record_that_cannot_be_read(spark: SparkSession, payload: str) -> None:
+    frame = spark.createDataFrame(pa.table({"payload": [payload]}))
+    (row,) = frame.select(payload_words(F.col("payload")).alias("words")).collect()
+    assert ERASED in row["words"]
 
 
 def test_the_table_of_erased_users_has_a_salt_from_its_first_version(tmp_path: Path) -> None:
