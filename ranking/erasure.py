@@ -3,6 +3,7 @@
 Spark is imported only when the command runs.
 """
 
+import json
 import re
 import time
 from collections import defaultdict
@@ -31,7 +32,7 @@ from etl.tables.schemas import table_registry
 from etl.tables.uri import list_matching, local_cache_path, resolve_uri
 from ranking.feature_store.materialize import materialize, materialize_lease
 from ranking.feature_store.store import read_data_until
-from ranking.feature_store.wal import feature_store_pointer, open_wal
+from ranking.feature_store.wal import compact_wal, feature_store_pointer, open_wal
 from ranking.registry.ranker import live_pointer
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ PREDICTION_FILES = (
     *("evaluations/*.parquet", "portfolio/*.parquet"),
     *("models/gem/blend/*.parquet", "models/domains/*/*.parquet"),
 )
+LOSS_REPORTS = "models/gem/**/non_finite_loss.json"
 
 
 class EraseArgs(LakeArgs):
@@ -152,17 +154,40 @@ def _erase_from_files(lake: Lake, impressions: "DataFrame") -> dict[str, int]:
             with atomic_io.replace_file(path) as temporary:
                 pq.write_table(table.filter(pc.invert(is_erased)), temporary)
             erased[str(path).removeprefix(f"{root}/")] = len(found)
+    return erased | _remove_loss_reports(lake)
+
+
+def _remove_loss_reports(lake: Lake) -> dict[str, int]:
+    """Remove the reports of losses that are not finite, which list all impressions of a batch.
+
+    They are removed whoever is erased: impressions that have expired from the tables cannot be
+    assigned to users any more. Returns the number of impressions in each report.
+    """
+    erased = {}
+    root = resolve_uri(lake.root)
+    for path in list_matching(root, LOSS_REPORTS):
+        report = json.loads(path.read_text())
+        path.unlink()
+        erased[str(path).removeprefix(f"{root}/")] = len(report["impressions"])
     return erased
 
 
 def _erase_from_feature_store(lake: Lake, users: Collection[str], until_ts: int) -> dict[str, int]:
-    """Remove users from the write-ahead log, and build the store anew from the erased tables."""
+    """Remove users from the write-ahead log, and build the store anew from the erased tables.
+
+    The log is compacted, unless a service has it open.
+    """
     wal_folder = local_cache_path(resolve_uri(lake.root, "feature_store_wal"))
     erased = {}
     if wal_folder.exists():
         wal = open_wal(wal_folder)
         erased["feature store, posted"] = wal.erase_users(users, until_ts)
         wal.close()
+        if not compact_wal(wal_folder):
+            print(
+                f"{wal_folder} is open in a service: its free pages hold removed entries until "
+                "they are overwritten; stop the service and run this command again"
+            )
     _rebuild_feature_store(lake)
     return erased
 

@@ -5,12 +5,14 @@ any moment. Values are packed NumPy record arrays whose fields are named as the 
 tables.
 """
 
+import fcntl
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import lmdb
 import numpy as np
@@ -18,11 +20,13 @@ import numpy as np
 from etl.errors import TemporaryError
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
+from etl.tables import atomic_io
 from etl.tables.declared_columns import item_counter_key_columns
 from features.schema import TEACHER_EMBEDDING_WIDTH, FeatureGroup, FeatureSchema, feature_schema
 
 MAP_SIZE_BYTES = 1 << 38  # upper bound of a database; its file grows as it is filled
 MAX_READERS = 512
+DATA_FILE, USAGE_LOCK_FILE = "data.mdb", "usage.lock"  # the first as LMDB names it
 STORAGE_ERRORS = (lmdb.Error, OSError, MemoryError)  # a retry may succeed
 Tables = Mapping[str, Any]
 KeyValuePairs = list[tuple[bytes, bytes]]
@@ -133,6 +137,50 @@ def open_environment(
     )  # fmt: skip
     env.reader_check()
     return env, {name: env.open_db(name.encode()) for name in table_names}
+
+
+def compact_environment(folder: Path, table_names: Sequence[str]) -> bool:
+    """Rewrite an environment without its free pages, in which LMDB keeps bytes of removed values.
+
+    Returns False, and changes nothing, while another holds the environment's usage lock: it would
+    go on writing to the file that was replaced.
+    """
+    try:
+        usage_lock = lock_usage(folder, exclusive=True)
+    except BlockingIOError:
+        return False
+    with usage_lock:
+        env, _ = open_environment(folder, table_names, metasync=True)
+        data = folder / DATA_FILE
+        with closing(env), atomic_io.replace_file(data) as copy, copy.open("wb") as file:
+            env.copyfd(file.fileno(), compact=True)
+            owner = data.stat()  # erasures may run as root, and services as another user
+            os.fchmod(file.fileno(), owner.st_mode)
+            os.fchown(file.fileno(), owner.st_uid, owner.st_gid)
+    return True
+
+
+def lock_usage(folder: Path, *, exclusive: bool) -> IO[bytes]:
+    """Lock an environment until the returned file is closed: exclusively to replace its file.
+
+    A shared lock waits for an exclusive one. LMDB's own lock file cannot be used: a process that
+    waits for it would take over the transaction numbers of the replaced file.
+
+    Raises:
+        BlockingIOError: An exclusive lock is asked for while the environment is in use.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as on_error:
+        path = folder / USAGE_LOCK_FILE
+        file = on_error.enter_context(open(path, "rb", opener=_open_or_create))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
+        on_error.pop_all()
+    return file
+
+
+def _open_or_create(path: str, flags: int) -> int:
+    """Open a file to read it, which also those may who did not create it."""
+    return os.open(path, flags | os.O_CREAT, 0o644)
 
 
 KNOWN_EVENT = b"1"

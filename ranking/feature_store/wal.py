@@ -14,7 +14,7 @@ from hashlib import blake2b
 from itertools import islice, takewhile
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from etl.errors import UserError
 from etl.event_time import format_utc, is_after_today
@@ -28,6 +28,8 @@ from ranking.feature_store.storage import (
     STORAGE_ERRORS,
     Database,
     Txn,
+    compact_environment,
+    lock_usage,
     open_environment,
 )
 from ranking.feature_store.store import FeatureStore, open_store
@@ -77,6 +79,12 @@ class WriteAheadLog(Database):
     """The log of a lake; `identity` distinguishes it from a log that replaced it."""
 
     identity: bytes
+    usage_lock: IO[bytes]
+
+    def close(self) -> None:
+        """Close the files, and let the log be compacted."""
+        super().close()
+        self.usage_lock.close()
 
     def append(
         self, batches: Sequence[Sequence[WalEntry]], is_in_tables: Callable[[Event], bool]
@@ -134,14 +142,24 @@ class WriteAheadLog(Database):
 
 
 def open_wal(folder: Path) -> WriteAheadLog:
-    """Open the log of a folder, or create an empty one."""
-    env, tables = open_environment(folder, WAL_TABLES, metasync=True)
-    with Database(env, tables).write_transaction() as txn:
-        identity = txn.get("meta", IDENTITY_KEY)
-        if not identity:
-            identity = uuid.uuid4().bytes
-            txn.put("meta", IDENTITY_KEY, identity)
-    return WriteAheadLog(env, tables, identity)
+    """Open the log of a folder, or create an empty one; waits while it is compacted."""
+    usage_lock = lock_usage(folder, exclusive=False)
+    try:
+        env, tables = open_environment(folder, WAL_TABLES, metasync=True)
+        with Database(env, tables).write_transaction() as txn:
+            identity = txn.get("meta", IDENTITY_KEY)
+            if not identity:
+                identity = uuid.uuid4().bytes
+                txn.put("meta", IDENTITY_KEY, identity)
+    except BaseException:
+        usage_lock.close()
+        raise
+    return WriteAheadLog(env, tables, identity, usage_lock)
+
+
+def compact_wal(folder: Path) -> bool:
+    """Rewrite the log without free pages, which keep removed entries; False while it is open."""
+    return compact_environment(folder, WAL_TABLES)
 
 
 def event_key(event: Event) -> bytes:

@@ -1,9 +1,11 @@
 """`gemline erase` leaves no trace of a user in any file of a lake, decoded in its format."""
 
+import fcntl
 import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from zlib import crc32
@@ -27,12 +29,13 @@ from gemline import main
 from ranking.erasure import _erase_from_feature_store, _erase_from_files, remaining_traces
 from ranking.feature_store.materialize import HistoryLengths, build_feature_store, materialize
 from ranking.feature_store.store import METADATA_KEY
-from ranking.feature_store.wal import FeatureStoreHandle, feature_store_pointer
+from ranking.feature_store.wal import FeatureStoreHandle, WalEntry, feature_store_pointer, open_wal
 from ranking.registry.ranker import live_pointer, rankers_folder
 from ranking.scoring.batch import score_days
 from tests.conftest import LAST
 from tests.ranking.poster import event_of, post
 from tests.world import copy_of
+from training.trainer.nan_guard import REPORT_FILE
 
 pytestmark = pytest.mark.spark
 
@@ -53,6 +56,10 @@ def complete_lake(gem_lake: Lake, folder: Path, tmp_path: Path) -> Lake:
     for path in ("evaluations/gem.parquet", f"models/domains/video/{LAST}.parquet"):
         Path(lake.root, path).parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(table, Path(lake.root, path))
+    loss_report = json.dumps({"impressions": rows["impression_id"].to_pylist()})
+    for seed in ("", "seed-1"):
+        Path(lake.root, "models", "gem", seed).mkdir(exist_ok=True)
+        Path(lake.root, "models", "gem", seed, REPORT_FILE).write_text(loss_report)
     return lake
 
 
@@ -177,6 +184,35 @@ def test_files_with_predictions_are_erased_also_those_of_domains(complete_lake: 
     erased = _erase_from_files(lake, impressions)
     assert erased[path] == erased["evaluations/gem.parquet"] > 0
     assert crc32(user.encode()) not in pq.read_table(Path(lake.root, path))["user"].to_pylist()
+    assert erased[f"models/gem/{REPORT_FILE}"] == erased[f"models/gem/seed-1/{REPORT_FILE}"] > 0
+    assert not list(Path(lake.root).rglob(REPORT_FILE)), "they name impressions of the batch"
+
+
+def test_the_log_of_posts_keeps_no_bytes_of_an_erased_user(
+    spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lake = Lake(str(tmp_path), load_spec(spec_path))
+    folder = tmp_path / "feature_store_wal"
+    posts = [replace(event_of(f"post-{n}", n), user=f"user-{n % 2}") for n in range(200)]
+    wal = open_wal(folder)
+    wal.append([[WalEntry("event", n, post) for n, post in enumerate(posts)]], lambda _: False)
+    remaining = [(k, entry) for k, entry in wal.entries_after(0) if entry.user_id == "user-0"]
+    wal.close()
+    with (folder / "usage.lock").open() as service:
+        fcntl.flock(service, fcntl.LOCK_SH)
+        _erase_from_feature_store(lake, ["user-1"], len(posts))
+    assert b"user-1" in (folder / "data.mdb").read_bytes(), "a service writes to this file"
+    assert f"{folder} is open in a service" in capsys.readouterr().out
+    _erase_from_feature_store(lake, ["user-1"], len(posts))
+    stored = (folder / "data.mdb").read_bytes()
+    assert b"user-0" in stored and b"user-1" not in stored
+    reopened = open_wal(folder)
+    assert [*reopened.entries_after(0)] == remaining
+    assert reopened.identity == wal.identity and reopened.last_entry_number() == len(posts)
+    with pytest.raises(BlockingIOError), (folder / "usage.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert reopened.append([[WalEntry("event", 0, event_of("next", 0))]], lambda _: False) == [1]
+    reopened.close()
 
 
 def quarantined_users(lake: Lake) -> list[str]:
