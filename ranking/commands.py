@@ -295,6 +295,7 @@ def serve(args: ServeArgs) -> None:
     run_server(settings, args.host, args.port, (args.health_host, args.health_port))
 
 
+@holds_leases("report")
 def report(args: ReportArgs) -> None:
     """Write a report on tables and models as one HTML file."""
     from ranking.report.build import build_report

@@ -42,6 +42,7 @@ PREDICTION_FILES = (
     *("evaluations/*.parquet", "portfolio/*.parquet"),
     *("models/gem/blend/*.parquet", "models/domains/*/*.parquet"),
 )
+EVALUATION_STEPS = ("evaluate", "baseline", "report")  # they run side by side: a lease for each
 LOSS_REPORTS = "models/gem/**/non_finite_loss.json"
 
 
@@ -72,7 +73,7 @@ class EraseArgs(LakeArgs):
         return sorted(ids)
 
 
-@holds_leases("run", *TABLE_STEPS, "vacuum", "gem", "portfolio")
+@holds_leases("run", *TABLE_STEPS, "vacuum", "gem", *EVALUATION_STEPS, "portfolio")
 def erase(args: EraseArgs) -> None:
     """Remove users from all tables, prediction files, the feature store and the forecasts.
 

@@ -178,6 +178,7 @@ def verify_batches(args: VerifyBatchesArgs) -> None:
     print(f"{count} batches of {args.day} are identical to those GEM was trained on")
 
 
+@holds_leases("baseline")
 def baseline(args: SplitArgs) -> None:
     """Train LightGBM on the features without sequences, and predict the test days."""
     from training.baseline import BaselineConfig, train_baseline
@@ -188,6 +189,7 @@ def baseline(args: SplitArgs) -> None:
     print(f"baseline: predicted {len(predictions.surface):,} impressions of the test days")
 
 
+@holds_leases("evaluate")
 def evaluate(args: SplitArgs) -> None:
     """Predict the test days with the GEM that was trained until the last training day."""
     from training.distributed.process_group import process_group

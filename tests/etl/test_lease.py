@@ -19,11 +19,12 @@ import dags.commands
 import etl.commands
 import features.commands
 import ranking.commands
+import ranking.erasure
 import training.commands
 from dags.pipeline import latest_mature_split, pipeline_steps
 from dags.steps import PipelinePaths
 from etl.cli.runner import COMMAND_LEASES, LakeArgs, arguments_model
-from etl.errors import TemporaryError
+from etl.errors import TemporaryError, UserError
 from etl.spec import load_spec
 from etl.table_commands import TABLE_STEPS, score_leases
 from etl.tables import atomic_io, lease
@@ -220,11 +221,9 @@ def test_child_processes_terminate_when_the_holder_is_killed(root: str) -> None:
 
 READ_ONLY = {
     "etl quarantine", "etl table-info", "etl pin", "etl unpin", "features check",
-    "train baseline", "train evaluate", "train verify-batches", "train check-drift",
-    "train importance", "features check-drift",
+    "train verify-batches", "train check-drift", "train importance", "features check-drift",
     "rank check-consistency", "rank off-policy", "rank materialize", "rank serve",
-    "bench serving", "report",
-    "explain", "airflow", "manifests",
+    "bench serving", "explain", "airflow", "manifests",
 }  # fmt: skip
 
 
@@ -252,6 +251,26 @@ def test_maintenance_holds_the_lease_of_every_command_that_writes_tables(spec_pa
             names = COMMAND_LEASES[command]
             leases |= {name.format(surface=step.surface) for name in names}
     assert leases == {*TABLE_STEPS, *score_leases(spec)}
+
+
+def test_an_erasure_holds_the_lease_of_every_step_of_a_run(
+    root: str, spec_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that read a table before the erasure would write rows of the users after it."""
+    spec, paths = load_spec(spec_path), PipelinePaths(spec_path, "raw", root)
+    split = latest_mature_split(spec, FIRST, FIRST + timedelta(days=9))
+    held: set[str] = set()
+
+    def stop_with_leases(*_: object) -> None:
+        held.update(path.name.split(".")[0] for path in leases_folder.iterdir())
+        raise UserError("enough")
+
+    leases_folder = Path(root, "_pipeline", "leases")
+    monkeypatch.setattr(ranking.erasure, "erase_users", stop_with_leases)
+    assert main(["erase", "--spec", str(spec_path), "--lake", root, "--user", "u1"]) == 2
+    for step in pipeline_steps(spec, paths, split):
+        leases = COMMAND_LEASES.get(command_of(step.command), (step.command[1],))
+        assert {name.format(surface=step.surface) for name in leases} <= held, step.name
 
 
 def command_of(words: Sequence[str]) -> Callable[[Any], None]:
