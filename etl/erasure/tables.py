@@ -150,32 +150,39 @@ def adjust_pointers(lake: Lake, users: DataFrame) -> None:
     """
     schema = schemas.examples(lake.spec)
     examples = spark_io.read_table(lake, schema).join(users, "user_id", "left_semi")
-    events = spark_io.read_table(lake, schemas.events(lake.spec)).select("user_id", "visible_ts")
     queries = examples.select("user_id", F.col("as_of_ts").alias("ts"), "impression_id")
-    events = events.join(users, "user_id", "left_semi").withColumnRenamed("visible_ts", "ts")
-    rows = queries.unionByName(events, allowMissingColumns=True)
-    earlier = Window.partitionBy("user_id").orderBy("ts")
-    earlier = earlier.rangeBetween(Window.unboundedPreceding, -1)  # strictly before
-    length = F.count_if(F.col("impression_id").isNull()).over(earlier).cast("int")
-    lengths = rows.withColumn("length", length).filter("impression_id IS NOT NULL")
-    lengths = lengths.select("impression_id", "length")
+    lengths = count_earlier_events(lake, users, queries).select("impression_id", "n")
     merge = _table(lake, schema).merge(lengths.alias("k"), "t.impression_id = k.impression_id")
     with _commit_metadata(lake, schema):
-        merge.whenMatchedUpdate(set={"history_length": "k.length"}).execute()
+        merge.whenMatchedUpdate(set={"history_length": "k.n"}).execute()
 
 
 def adjust_event_counts(lake: Lake, users: DataFrame) -> None:
     """Count the remaining events of users in the snapshots of `user_event_counts` again."""
     schema = user_schemas.user_event_counts(lake.spec)
     counts = spark_io.read_table(lake, schema).join(users, "user_id", "left_semi")
-    end = F.expr(day_end_sql(lake.spec))
-    events = spark_io.read_table(lake, schemas.events(lake.spec)).select("user_id", "visible_ts")
-    counts = counts.select("user_id", "day", end.alias("end")).join(events, "user_id", "left")
-    is_counted = F.col("visible_ts") < F.col("end")
-    counts = counts.groupBy("user_id", "day").agg(F.count_if(is_counted).cast("int").alias("n"))
+    queries = counts.select("user_id", "day", F.expr(day_end_sql(lake.spec)).alias("ts"))
+    counts = count_earlier_events(lake, users, queries).select("user_id", "day", "n")
     merge = _table(lake, schema).merge(counts.alias("k"), "t.user_id = k.user_id AND t.day = k.day")
     with _commit_metadata(lake, schema):
         merge.whenMatchedUpdate(set={"events": "k.n"}).execute()
+
+
+def count_earlier_events(lake: Lake, users: DataFrame, queries: DataFrame) -> DataFrame:
+    """Add `n` to queries (`user_id`, `ts`, ...): the user's events visible strictly before `ts`.
+
+    One pass over the events of users: a join would pair each event with each query of its user.
+    """
+    events = spark_io.read_table(lake, schemas.events(lake.spec))
+    events = events.select(
+        "user_id", F.col("visible_ts").alias("ts"), F.lit(True).alias("is_event")
+    )
+    events = events.join(users, "user_id", "left_semi")
+    rows = queries.unionByName(events, allowMissingColumns=True)
+    earlier = Window.partitionBy("user_id").orderBy("ts")
+    earlier = earlier.rangeBetween(Window.unboundedPreceding, -1)  # strictly before
+    counted = rows.withColumn("n", F.count("is_event").over(earlier).cast("int"))
+    return counted.filter("is_event IS NULL").drop("is_event")
 
 
 def _table(lake: Lake, schema: TableSchema) -> DeltaTable:
