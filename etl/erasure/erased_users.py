@@ -143,7 +143,7 @@ def _with_erasures(
 def _without_reasons(joined: DataFrame, is_erased: Column, rows: DataFrame) -> DataFrame:
     """The columns of `rows`, with null `reasons` where an erasure covers the record.
 
-    A record of no day, which no day tells from later ones, is covered.
+    A record without a day is covered: nothing shows that it is later than the erasure.
     """
     is_covered = F.col("erased_until").isNotNull() & F.coalesce(is_erased, F.lit(True))
     return joined.withColumn("reasons", F.when(~is_covered, F.col("reasons"))).select(rows.columns)

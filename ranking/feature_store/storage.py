@@ -167,7 +167,7 @@ def lock_usage(folder: Path, *, exclusive: bool) -> IO[bytes]:
     waits for it would take over the transaction numbers of the replaced file.
 
     Raises:
-        BlockingIOError: An exclusive lock is asked for while the environment is in use.
+        BlockingIOError: An exclusive lock is requested while the environment is in use.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as on_error:

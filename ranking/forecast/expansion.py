@@ -71,6 +71,10 @@ class NoiseSource:
         uniform = int.from_bytes(digest) / 2**64 * 2.0 - 1.0
         return 1.0 + largest * uniform
 
+    def is_reportable(self, users_with_noise: float, min_users: int) -> bool:
+        """Whether a number of users with its noise is that of `min_users` users for certain."""
+        return users_with_noise >= min_users + self.max_users
+
     def relative_variance(self, answered_users: float) -> float:
         """The variance of the factor, by the number of users as it is answered.
 
@@ -105,7 +109,7 @@ class SampleExpansion:
         refused. `counted` are the sums that the noise is drawn by.
         """
         with_noise = self.count_users(sums) * self.noise_factor(USERS, counted)
-        return with_noise >= min_users + self.noise.max_users
+        return self.noise.is_reportable(with_noise, min_users)
 
     def answered_users(self, counted: SampleSums) -> float:
         """The users that sums count, with their noise, as a whole number."""

@@ -65,25 +65,8 @@ class Forecaster:
         rate = None
         if request.in_target:
             rate = in_target_rate(self.tables, targeting, request.in_target)
-        notes: list[str] = []
-        query = Query(*targeting.sql(), self.tables.window)
-        in_window = await pool.sums(query)
-        size = self.segment_size(targeting, in_window)
-        self._require_sampled_users(targeting, in_window)
-        if in_window.users == 0:
-            notes.append(
-                "no sampled user is in this segment: its size is that of the log-linear model, its "
-                "rates are those of all users"
-            )
-            query = Query("true", (), self.tables.window)
-            in_window = await pool.sums(query)
-        days = similar_days(flight, self.tables.window)
-        query = replace(query, days=days)
-        in_flight = in_window if days == self.tables.window else await pool.sums(query)
-        growth = self._growth(targeting, flight, days)
-        expansion = SampleExpansion(
-            size, in_window, in_flight, growth, self._noise_source(targeting)
-        )
+        query, expansion, notes = await self._expand(targeting, flight, pool)
+        in_flight = expansion.in_flight
         self._require_users(expansion)
         by_sketch = self._by_sketch(targeting, expansion)
         notes += self._notes(targeting, expansion, by_sketch)
@@ -113,6 +96,31 @@ class Forecaster:
             answered_shards=pool.answered,
             notes=tuple(notes),
         )
+
+    async def _expand(
+        self, targeting: Targeting, flight: Sequence[date], pool: ShardPool
+    ) -> tuple[Query, SampleExpansion, list[str]]:
+        """The query of a segment in a flight, its sums over the sample with what they mean, notes.
+
+        Where no sampled user is in the segment, these are the query and the sums of all users.
+        """
+        notes: list[str] = []
+        query = Query(*targeting.sql(), self.tables.window)
+        in_window = await pool.sums(query)
+        size = self.segment_size(targeting, in_window)
+        self._require_sampled_users(targeting, in_window)
+        if in_window.users == 0:
+            notes.append(
+                "no sampled user is in this segment: its size is that of the log-linear model, its "
+                "rates are those of all users"
+            )
+            query = Query("true", (), self.tables.window)
+            in_window = await pool.sums(query)
+        days = similar_days(flight, self.tables.window)
+        query = replace(query, days=days)
+        in_flight = in_window if days == self.tables.window else await pool.sums(query)
+        growth, noise = self._growth(targeting, flight, days), self._noise_source(targeting)
+        return query, SampleExpansion(size, in_window, in_flight, growth, noise), notes
 
     def segment_size(self, targeting: Targeting, in_window: SampleSums) -> SegmentSize:
         """Users and impressions of a segment in the window, given the sums over its sample."""
@@ -245,7 +253,7 @@ class Forecaster:
         if found is None:
             return None
         with_noise = found.scaled(expansion.noise_factor(USERS, expansion.in_window))
-        if with_noise.value < self._min_users + expansion.noise.max_users:
+        if not expansion.noise.is_reportable(with_noise.value, self._min_users):
             return None
         return to_interval(with_noise).rounded()
 
