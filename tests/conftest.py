@@ -20,8 +20,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 if "PYTEST_XDIST_WORKER" in os.environ:  # also for the processes that tests start
     os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[1]")
 os.environ.setdefault("GEMLINE_SPARK_MEMORY", "3g")
-# The short JVMs of other processes gain less from the optimizing compiler than it takes.
-os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
+# The short JVMs of other processes gain less from the optimizing compiler than it takes. Without it
+# their code cache has 48 MB by default, which Spark fills within seconds: nothing is compiled then.
+os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m")
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch may do
 # `make test` tries the same examples in each run; `make proof` tries others, and ten times as many
 # of each test that does not set `max_examples` itself.

@@ -111,7 +111,7 @@ def test_three_days_become_rankers_though_a_task_and_the_scheduler_are_killed(
         assert not failed, failed
         return {r["partition_key"] for r in runs if r["state"] == "success"} == set(map(str, DAYS))
 
-    wait_for(rankers_done, 1800)
+    wait_for(rankers_done, 3600)
     for surface in lake.spec.ad_surfaces:
         assert live_pointer(own.root, surface).live_folder
     instances = api_request(address, "dags/simulator_gem/dagRuns/~/taskInstances?limit=100")
