@@ -94,7 +94,7 @@ def _is_readable_for(lake: Lake, source: AttributeSource, days: DayRange) -> boo
             check_no_later_days(lake, days)
             _check_no_later_versions(lake, table, days)
         return True
-    latest = lake.latest_day("events")
+    latest = lake.last_ingested_day()
     if latest and latest > days[1]:
         logging.warning(
             "%s is not read: it is a snapshot of %s or later, not of %s; stored versions stay",

@@ -59,7 +59,7 @@ def label_impressions(lake: Lake, days: DayRange, data_until: int | None = None)
         The number of impressions, and of the days' outcomes that name an unknown impression.
 
     Raises:
-        UserError: The data ends before or after the last day with events.
+        UserError: The data ends before or after the last ingested day.
     """
     spec = lake.spec
     for text in label_delay_warnings(spec):
@@ -68,12 +68,13 @@ def label_impressions(lake: Lake, days: DayRange, data_until: int | None = None)
     versions = {name: lake.version(name) for name in names}
     events = spark_io.read_table(lake, schemas.events(spec), versions["events"])
     first_day = first_relabeled_day(spec, days)
-    last_day = lake.day_range("events")[1]
+    last_day = lake.last_ingested_day()
+    assert last_day is not None, "ingest writes `ingest_metrics` of each day"
     if data_until is None:
         data_until = spec.day_end(last_day)
     if spec.last_day_before(data_until) != last_day:
         raise UserError(
-            f"--data-until is {format_utc(data_until)} UTC, but the last day with events is "
+            f"--data-until is {format_utc(data_until)} UTC, but the last ingested day is "
             f"{last_day}: name a time of that day"
         )
 

@@ -36,11 +36,12 @@ def salted_hash(lake: Lake, user_id: Column) -> Column:
 
 
 def erased_until(lake: Lake, before: date | None, now: int) -> int:
-    """The last second that the erasure covers; records that become visible later are kept.
+    """The last second that the erasure covers.
 
-    With `before`, it is the last one before that day. Otherwise it is `now` plus the largest
-    `delay` of the logs, because events that were logged until now become visible up to so much
-    later, whether or not they have been ingested.
+    With `before`, it is the last one before that day, and events that became visible later are
+    kept. Otherwise it is `now`, and covers what occurred or was logged until then, whether or not
+    it has been ingested. Where the lake has data of after `now`, as logs with `delay` never have,
+    it is the second at which the last of these became visible.
     """
     if before is not None:
         return lake.spec.day_start(before) - 1
@@ -49,9 +50,9 @@ def erased_until(lake: Lake, before: date | None, now: int) -> int:
         for name in ("events", "excluded_events")
         if lake.exists(name)
     ]
+    last_visible = max((int(second) for second in visible if second is not None), default=now)
     slowest_source = max(log.delay for log in lake.spec.log_sources.values())
-    seconds = (int(second) for second in visible if second is not None)
-    return max([now + slowest_source, *seconds])
+    return last_visible if last_visible > now + slowest_source else now
 
 
 def mark_erased(lake: Lake, rows: DataFrame) -> DataFrame:
@@ -73,14 +74,15 @@ def mark_erased_events(
 ) -> DataFrame:
     """`mark_erased` for normalized records of logs, of which a valid one has `visible_ts`.
 
-    A valid event is erased by the rule of `without_erased`, a bad record by that of its day.
+    A valid event is erased by the rule of `without_erased`, a bad record also by that of its day.
     """
     erased = _last_erasures(lake)
     if erased is None:
         return rows
     joined = _with_erasures(lake, rows, erased, location_column)
     of_day = _day_start(lake) <= F.col("erased_until")
-    is_erased = F.when(F.col("reasons") == "", _is_erased_event()).otherwise(of_day)
+    is_erased_record = of_day | F.coalesce(_is_erased_event(), F.lit(False))
+    is_erased = F.when(F.col("reasons") == "", _is_erased_event()).otherwise(is_erased_record)
     return _without_reasons(joined, is_erased, rows)
 
 
@@ -88,8 +90,8 @@ def without_erased(lake: Lake, events: DataFrame) -> DataFrame:
     """Valid events that no erasure of their user covers.
 
     An erasure covers what was visible until its time and, if it is of all data, all that occurred
-    before its day: a copy of an erased event that is delivered again later is visible later, and
-    nothing is left of which it is a duplicate.
+    or was logged until then: a copy of an erased event that is delivered again later is visible
+    later, and nothing is left of which it is a duplicate.
     """
     erased = _last_erasures(lake)
     if erased is None:
@@ -100,7 +102,7 @@ def without_erased(lake: Lake, events: DataFrame) -> DataFrame:
 
 
 def _last_erasures(lake: Lake) -> DataFrame | None:
-    """Erasures by `id_hash`: `erased_until` (µs), and `occurred_before` (µs) if one is of all data.
+    """Erasures by `id_hash`: `erased_until` (µs), and `all_erased_until` (µs) of those of all data.
 
     None if there is none. An erasure of all data reaches beyond the start of its own day.
     """
@@ -108,16 +110,17 @@ def _last_erasures(lake: Lake) -> DataFrame | None:
     if not lake.exists(schema.name):
         return None
     stored, day_start = spark_io.read_table(lake, schema), _day_start(lake)
-    of_all_data = F.when(F.col("until_ts") >= day_start, day_start)
+    of_all_data = F.when(F.col("until_ts") >= day_start, F.col("until_ts"))
     return stored.groupBy("id_hash").agg(
-        F.max("until_ts").alias("erased_until"), F.max(of_all_data).alias("occurred_before")
+        F.max("until_ts").alias("erased_until"), F.max(of_all_data).alias("all_erased_until")
     )
 
 
 def _is_erased_event() -> Column:
     """Whether a joined erasure covers a valid event; null without one."""
     was_visible = F.col("visible_ts") * MICROS["s"] <= F.col("erased_until")
-    return was_visible | F.coalesce(F.col("event_ts") < F.col("occurred_before"), F.lit(False))
+    had_occurred = F.least("event_ts", "ingest_ts") <= F.col("all_erased_until")
+    return was_visible | F.coalesce(had_occurred, F.lit(False))
 
 
 def _day_start(lake: Lake) -> Column:

@@ -88,7 +88,7 @@ def _check_no_gap(lake: Lake, days: DayRange) -> None:
     day by day; later days must not, because they were built from these.
     """
     check_no_later_days(lake, days)
-    latest = lake.latest_day("events")
+    latest = lake.last_ingested_day()
     if latest and latest + timedelta(days=1) < days[0]:
         first, last = latest + timedelta(days=1), days[0] - timedelta(days=1)
         raise UserError(f"{first} to {last} have not been ingested; ingest them before {days[0]}")
@@ -96,7 +96,7 @@ def _check_no_gap(lake: Lake, days: DayRange) -> None:
 
 def check_no_later_days(lake: Lake, days: DayRange) -> None:
     """Raise UserError if days after these have been ingested: they were built from these."""
-    latest = lake.latest_day("events")
+    latest = lake.last_ingested_day()
     if latest and days[1] < latest:
         raise UserError(
             f"{latest} has been ingested already and depends on {days[0]} to {days[1]}: run all "
@@ -254,22 +254,31 @@ def deduplicate_events(
     """The first copy of each event, unless an earlier day has one; and the table versions read.
 
     Copies share an event ID within a log (across logs with `shared_event_ids`); impressions are
-    copies if they share an impression ID. Copies that landed up to `allowed_lateness` before `days`
-    are looked up in the tables; those of older events are late and were removed before.
+    copies if they share an impression ID. A copy may be on time if its event occurred at most
+    `allowed_lateness` before `days`. The first one may have landed as long before its event, as an
+    outcome in the record of its impression: so far back copies are looked up in the tables.
     """
     spec = lake.spec
     events = events.withColumn("deduplication_key", deduplication_key(spec))
     order = Window.partitionBy("deduplication_key").orderBy(*copy_order(spec))
     first = events.withColumn("copy", F.row_number().over(order)).filter("copy = 1").drop("copy")
     last_day_before = days[0] - timedelta(days=1)
-    first_day_before = days[0] - timedelta(days=spec.allowed_lateness_days + 1)
+    # Two days more: that of the event, and one for days of less than 24 hours.
+    first_day_before = days[0] - timedelta(days=2 * spec.allowed_lateness_days + 2)
+    earliest_second = spec.day_start(days[0]) - spec.allowed_lateness
+    # Delta skips files by the first of the two: no event is visible before it occurs.
+    is_recent = (F.col("visible_ts") >= earliest_second) & (
+        F.col("event_ts") >= earliest_second * MICROS["s"]
+    )
     versions = {}
     for schema in (schemas.events(spec), schemas.excluded_events(spec)):
         if lake.exists(schema.name):
             versions[schema.name] = lake.version(schema.name)
             rows = spark_io.read_table(lake, schema, versions[schema.name])
             earlier = rows.filter(spark_io.day_range_predicate(first_day_before, last_day_before))
-            earlier = earlier.select(deduplication_key(spec).alias("deduplication_key"))
+            earlier = earlier.filter(is_recent).select(
+                deduplication_key(spec).alias("deduplication_key")
+            )
             first = first.join(earlier, "deduplication_key", "left_anti")
     return first.drop("deduplication_key"), versions
 

@@ -19,6 +19,7 @@ from etl.errors import UserError
 from etl.spec.model import DataSpec
 from etl.spec.units import DayRange
 from etl.tables.code_registry import assign_codes, read_codes, register_codes
+from etl.tables.schemas import NO_DAY
 from etl.tables.table_schema import TableSchema
 from etl.tables.uri import is_url, read_text_if_exists, resolve_uri
 
@@ -149,6 +150,11 @@ class Lake:
             day = day.filter(pc.less(day, before))
         latest: date | None = pc.max(day).as_py()
         return latest
+
+    def last_ingested_day(self) -> date | None:
+        """The last day that was ingested, whether or not any of its events was kept."""
+        days = [self.latest_day(name) for name in ("events", "ingest_metrics")]
+        return max((day for day in days if day is not None and day != NO_DAY), default=None)
 
     def add_actions(self, name: str) -> pa.Table:
         """The add actions of a table's log: its files with their partitions and statistics."""

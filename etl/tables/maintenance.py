@@ -61,7 +61,7 @@ def vacuum_lake(lake: Lake, keep_days: int, *, full: bool = False) -> dict[str, 
 def expire_days(lake: Lake) -> dict[str, int]:
     """Remove the days of tables that are older than their `retention` in the spec.
 
-    The age of a day is counted from the last day with events; records without a day are kept. The
+    The age of a day is counted from the last ingested day; records without a day are kept. The
     files of removed rows stay until `vacuum_lake` removes the table versions that have them.
 
     Returns:
@@ -80,7 +80,7 @@ def expire_days(lake: Lake) -> dict[str, int]:
 
 def first_kept_days(lake: Lake) -> dict[RetainedTable, date]:
     """The first day that `retention` keeps, by table; tables that keep all days are left out."""
-    last_day = lake.latest_day("events")
+    last_day = lake.last_ingested_day()
     if last_day is None:
         return {}
     return {

@@ -143,6 +143,7 @@ def test_erased_users_are_in_no_table_and_do_not_return_with_their_logs(
 def test_events_that_were_logged_before_the_erasure_do_not_return_if_they_are_ingested_after_it(
     spark: SparkSession, tmp_path: Path
 ) -> None:
+    """Neither with the log of the day of the erasure, nor if a later one delivers them again."""
     (tmp_path / "spec.yaml").write_text(SPEC)
     lake = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
     start, now = lake.spec.day_start(DAY_1), 150
@@ -150,9 +151,17 @@ def test_events_that_were_logged_before_the_erasure_do_not_return_if_they_are_in
     until_ts = erased_until(lake, None, start + now) * MICROS["s"]
     record_erased_users(lake, users, until_ts, DAY_1)
     write_logs(tmp_path / "raw", lake.spec, DAY_1, (ERASED, "user-2"))
-    ingest(lake, str(tmp_path / "raw"), (DAY_1, DAY_1))
+    deliver_again(tmp_path / "raw")
+    for day in (DAY_1, DAY_2):
+        ingest(lake, str(tmp_path / "raw"), (day, day))
     logged_ts = {row["ingest_ts"] for row in rows(lake, "events") if row["user_id"] == ERASED}
     assert logged_ts == {(start + second) * MICROS["s"] for second in SECONDS if second > now}
+
+
+def deliver_again(raw: Path) -> None:
+    """Write the log of the second day as a copy of that of the first."""
+    log = raw / "log"
+    (log / f"{DAY_2}.json").write_text((log / f"{DAY_1}.json").read_text())
 
 
 def test_events_that_are_delivered_again_after_the_erasure_do_not_return(
@@ -161,8 +170,7 @@ def test_events_that_are_delivered_again_after_the_erasure_do_not_return(
     """Nothing is left of which the copies, which become visible with their later file, are one."""
     lake, raw = logged
     erase(lake, spark.createDataFrame(pa.table({"user_id": [ERASED]})))
-    log = raw / "log"
-    (log / f"{DAY_2}.json").write_text((log / f"{DAY_1}.json").read_text())
+    deliver_again(raw)
     ingest(lake, str(raw), (DAY_2, DAY_2))
     assert ERASED not in {row["user_id"] for row in rows(lake, "events")}
 
