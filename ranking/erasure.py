@@ -197,7 +197,8 @@ def _rebuild_feature_store(lake: Lake) -> None:
     """Build the store from the tables, with data until the same time; earlier ones are removed.
 
     Running services load the new store. If none can be built, for example without a ranker of the
-    lake's spec, there is no store until the next `gemline rank materialize`.
+    lake's spec, there is no store until the next `gemline rank materialize`, and services have to
+    be stopped.
     """
     pointer = feature_store_pointer(lake.root)
     live = pointer.live_folder
@@ -209,6 +210,7 @@ def _rebuild_feature_store(lake: Lake) -> None:
     except UserError as error:
         atomic_io.remove_folder(pointer.folder)
         print(f"the feature store was removed and could not be built: {error}")
+        print("stop services that are running: they answer from the removed store")
         return
     remove_unreferenced_versions(pointer.folder, pointer)
 

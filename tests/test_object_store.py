@@ -143,6 +143,9 @@ def test_writes_of_files_and_folders_are_atomic(store: dict[str, str]) -> None:
     assert atomic_io.create_if_absent(file.parent / "new.json", "")
     assert file.read_text() == "all of it"
     assert not local_cache_path(file).exists()
+    assert atomic_io.download(file).read_text() == "all of it"
+    atomic_io.write_text(file, "less of it")
+    assert not local_cache_path(file).exists(), "an erasure leaves no copy of what it removed"
     folder = resolve_uri(BUCKET, "rankers", "one")
     staging = atomic_io.staging_folder(folder)
     (staging / "a.txt").write_text("a")

@@ -23,7 +23,10 @@ STALE_AFTER_SECONDS = 24 * 3600  # the writer of an older temporary file was kil
 
 @contextmanager
 def replace_file(path: StoragePath) -> Iterator[Path]:
-    """Yield a temporary path that replaces the file when the block ends without an error."""
+    """Yield a temporary path that replaces the file when the block ends without an error.
+
+    A local copy of the earlier content of a file in the object store is removed.
+    """
     temporary = _temporary_path(local_cache_path(path))
     make_folder(temporary.parent)
     try:
@@ -34,6 +37,7 @@ def replace_file(path: StoragePath) -> Iterator[Path]:
             fsync(path.parent)
         else:
             path.fs.put_file(str(temporary), path.path)
+            local_cache_path(path).unlink(missing_ok=True)
     finally:
         temporary.unlink(missing_ok=True)
     _remove_stale_temporaries(temporary.parent)

@@ -34,7 +34,7 @@ from ranking.feature_store.storage import (
 from ranking.feature_store.store import MAX_REQUEST_AGE, FeatureStore
 from ranking.scoring.candidates import NO_ADVERTISER
 
-VERSIONS_AT_ONCE = 10_000  # from the tables
+ROWS_AT_ONCE = 10_000  # from the tables
 MAX_FUTURE_SECONDS = 30 * DAY  # maximum distance of a posted valid_from into the future
 
 
@@ -145,7 +145,7 @@ def _batches_of_users(versions: Iterable[AttributeVersion]) -> Iterator[list[Att
     batch: list[AttributeVersion] = []
     for _, of_user in groupby(versions, key=lambda version: version.entity_id):
         batch += of_user
-        if len(batch) >= VERSIONS_AT_ONCE:
+        if len(batch) >= ROWS_AT_ONCE:
             yield batch
             batch = []
     if batch:

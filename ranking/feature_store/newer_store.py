@@ -56,7 +56,7 @@ def newer_live_store(lake: Lake, data_until: int) -> NewerStore | None:
     if metadata.data_until <= data_until or metadata.spec != lake.spec:
         return None
     last_day = lake.spec.last_day_before(metadata.data_until)
-    latest_day = Lake(lake.root, lake.spec).last_ingested_day()  # pins may be of an earlier day
+    latest_day = Lake(lake.root, lake.spec).latest_day("events")  # pins may be of an earlier day
     if latest_day is None or latest_day < last_day:
         return None
     if not _holds(metadata, required_lengths(promoted_manifests(lake))):

@@ -241,11 +241,16 @@ class FeatureStoreHandle:
         """Open the store that the pointer names and apply the log; None if it is already open.
 
         Raises:
-            UserError: It cannot be opened.
+            UserError: It cannot be opened, or there is none any more.
         """
         with self._open_lock:
             folder = self._pointer.live_folder
-            if folder is None or local_cache_path(folder) == self.store.folder:
+            if folder is None:
+                raise UserError(
+                    f"the feature store in {self._pointer.folder} was removed: run `gemline rank "
+                    "materialize` and restart the service, which answers from the removed one"
+                )
+            if local_cache_path(folder) == self.store.folder:
                 return None
             return self._open(folder)
 

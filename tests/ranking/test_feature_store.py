@@ -247,7 +247,7 @@ def test_versions_of_users_written_at_once_equal_those_written_one_by_one(
         expected = list(txn.iterate_from("users", b"\0"))
         txn.clear("users")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attributes, "VERSIONS_AT_ONCE", at_once)
+            patch.setattr(attributes, "ROWS_AT_ONCE", at_once)
             write_user_versions(shared_store, txn, versions, now * hour)
         assert list(txn.iterate_from("users", b"\0")) == expected
 

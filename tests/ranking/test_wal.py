@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -59,12 +59,13 @@ def live(root: Path, lake: Lake) -> Iterator[FeatureStoreHandle]:
     handle.close()
 
 
-def events_of_day(lake: Lake, day: date) -> list[Event]:
-    """Events that landed on a day, as they would have been posted."""
+def events_of_day(lake: Lake, day: date, table: str = "events") -> list[Event]:
+    """Events of a table that landed on a day, as they would have been posted."""
     spec = lake.spec
     surfaces = {code: name for name, code in spec.surface_codes.items()}
     types = {code: name for name, code in spec.event_codes.items()}
-    rows = arrow.snapshot(lake, schemas.events(spec)).read(day=day).sort_by("ingest_ts")
+    schema = schemas.table_schema(spec, table)
+    rows = arrow.snapshot(lake, schema).read(day=day).sort_by("ingest_ts")
     return [
         Event(
             row["event_id"], row["user_id"], row["item_id"], surfaces[row["surface"]],
@@ -184,6 +185,26 @@ def test_events_in_the_tables_count_once_if_they_are_posted_late(
     feature_store_pointer(str(root)).promote(str(LAST))
     switch_to_live_store(live)
     assert_same_behavior(live.store, store_of_last_day(built_stores, root, lake))
+
+
+def test_events_that_were_excluded_are_not_counted_if_they_are_posted(
+    lake: Lake, tmp_path: Path
+) -> None:
+    """Features of the tables have none of the events above the cap of a user and day."""
+    folder = tmp_path / "feature_store" / "first"
+    lengths = HistoryLengths("behaviour", 40)
+    build_feature_store(lake, folder, lake.spec.day_end(FIRST), lengths).close()
+    feature_store_pointer(str(tmp_path)).promote("first")
+    excluded = events_of_day(lake, FIRST, "excluded_events")
+    with closing(FeatureStoreHandle(str(tmp_path), lake.spec)) as live:
+        assert len(excluded) > 10 and post_all(live, excluded) == 0
+
+
+def test_a_service_whose_store_was_removed_reports_it(live: FeatureStoreHandle, root: Path) -> None:
+    """For example by an erasure, after which no store could be built."""
+    shutil.rmtree(root / "feature_store")
+    with pytest.raises(UserError, match="was removed: run `gemline rank materialize` and restart"):
+        live.open_newer()
 
 
 def test_posted_attributes_are_handed_over_to_a_newer_store(
