@@ -3,7 +3,8 @@
 from dags.steps import ModelFlags, PipelinePaths, Step
 from etl.spec import DataSpec
 
-AUDIENCE_TABLES = ("audience_labels", "audits", "audience_counts")
+LABEL_TABLES = ("audience_labels", "audience_label_snapshots")
+AUDIENCE_TABLES = (*LABEL_TABLES, "audits", "audience_counts")
 FORECAST_TABLES = ("forecast_margins", "forecast_sketches", "forecast_supply", "forecast_sample")
 
 
@@ -71,7 +72,7 @@ def forecast_steps(spec: DataSpec, paths: PipelinePaths, flags: ModelFlags) -> l
     if spec.forecast is None:
         return []
     scores = (f"scores/surface={surface}" for surface in spec.ad_surfaces)
-    labels = ("audience_labels",) if spec.audiences else ()
+    labels = LABEL_TABLES if spec.audiences else ()
     step = Step(
         "forecast",
         "spark",

@@ -27,6 +27,7 @@ from etl.ingest.readers import (
     with_line_numbers,
 )
 from etl.ingest.timestamps import parse_time
+from etl.label_versions import rebuild_label_snapshots
 from etl.spec.model import DataSpec
 from etl.spec.report_sources import (
     AudienceLabelSource,
@@ -90,6 +91,8 @@ def load_reports(
         for kind, schema in schemas.items():
             names = [name for name, source in sources.items() if source.kind == kind]
             _write_rows(lake, schema(lake.spec), [rows[name] for name in names], where)
+    if "audience_labels" in schemas:
+        rebuild_label_snapshots(lake, days[0])
     tables = [schema(lake.spec).name for schema in schemas.values()]
     return {table: lake.count_rows(table, days) for table in tables}
 

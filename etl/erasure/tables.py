@@ -15,6 +15,7 @@ from etl.erasure.erased_users import payload_words
 from etl.event_time import day_end_sql
 from etl.ingest.readers import PAYLOAD, parse_quarantined, raw_value
 from etl.ingest.run import count_stored_records, write_ingest_metrics
+from etl.label_versions import rebuild_label_snapshots
 from etl.spec.model import DataSpec
 from etl.spec.report_sources import AudienceLabelSource
 from etl.spec.sections import RetainedTable
@@ -111,6 +112,8 @@ def erase_from_tables(scope: ErasureScope) -> dict[str, int]:
         # They may lack a version that an erased one, valid from a later time, had superseded.
         remove_snapshots_from(lake, schemas.attribute_snapshots(lake.spec, "user"), scope.before)
         build_version_snapshots(lake, "user", scope.before)
+    if scope.before is not None and lake.exists("audience_labels"):
+        rebuild_label_snapshots(lake, scope.before)
     recount_ingest_metrics(lake)
     record_erasure(lake, list(erased))
     return erased

@@ -46,6 +46,7 @@ MAINTENANCE = KeyEffect()  # affects the next compaction, or the next removal of
 SERVING = KeyEffect()  # how candidates compete: affects the next start of the service
 IMMUTABLE_CODES = KeyEffect(is_immutable=True)
 EXAMPLES = ("examples", "feature_statistics")
+LABELS = ("audience_labels", "audience_label_snapshots")  # of data providers
 AUDIENCE_COUNTS = ("audience_counts", "audience_quality")  # of impressions, and what is fitted
 CAMPAIGN_DAYS = ("campaign_days", "response_curves")  # of outcomes, and what is fitted to them
 # Predictions and embeddings of impressions, which GEM made before it learned them. Those of an
@@ -72,14 +73,14 @@ ITEM_TABLES = KeyEffect(  # campaigns are named by attributes of items
 )
 ATTRIBUTE_TABLES = KeyEffect((*USER_TABLES.tables, *ITEM_TABLES.tables))
 DAY_TABLES = KeyEffect((*EVENT_TABLES.tables, *USER_ATTRIBUTES, *ITEM_ATTRIBUTES, *ITEM_VERSIONS))
-TIME_ZONE_TABLES = KeyEffect((*DAY_TABLES.tables, "audience_labels"))  # valid from a day's start
+TIME_ZONE_TABLES = KeyEffect((*DAY_TABLES.tables, *LABELS))  # valid from a day's start
 BID_TABLES = KeyEffect(ITEM_ATTRIBUTES)
 COUNTER_TABLES = KeyEffect((*ITEM_VERSIONS, *EXAMPLES))
 EXAMPLE_TABLES = KeyEffect(EXAMPLES)
 HISTORY_TABLES = KeyEffect(("history", "user_event_counts"))
 EVENT_ATTRIBUTE_TABLES = KeyEffect((*CONTEXT_TABLES.tables, *HISTORY_TABLES.tables))
 SCORE_TABLES = KeyEffect(("scores",))
-AUDIENCE_TABLES = KeyEffect(("audience_labels", "audits", *AUDIENCE_COUNTS))
+AUDIENCE_TABLES = KeyEffect((*LABELS, "audits", *AUDIENCE_COUNTS))
 AUDIENCE_COUNT_TABLES = KeyEffect(AUDIENCE_COUNTS)
 AUDIENCE_QUALITY_TABLES = KeyEffect(("audience_quality",))
 FORECAST_TABLES = KeyEffect(("forecast_sample", "forecast_margins", "forecast_sketches"))

@@ -75,6 +75,7 @@ RetainedTable = Literal[
     "user_teacher_embeddings",
     "scores",
     "feature_statistics",
+    "audience_label_snapshots",
     "audits",
     "audience_counts",
     "quarantine",

@@ -1,6 +1,7 @@
 """The schemas of audiences: labels of data providers, audits, counts, and the estimated quality."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from etl.event_time import day_start_sql
 from etl.spec.model import DataSpec
@@ -31,6 +32,23 @@ def audience_labels(spec: DataSpec) -> TableSchema:
         required,
         {"unknown provider": rule},
         user_rows=UserRows("user_id", day_start_sql(spec)),
+    )
+
+
+def audience_label_snapshots(spec: DataSpec) -> TableSchema:
+    """The labels that may be valid after a day, once a week.
+
+    These are the latest label of each provider and user at the end of the day, and those that
+    become valid later. `landing_day` is the day of the label in `audience_labels`.
+    """
+    labels = audience_labels(spec)
+    columns = {name: type_ for name, type_ in labels.columns.items() if name != "day"}
+    return replace(
+        labels,
+        name="audience_label_snapshots",
+        columns=columns | {"landing_day": "date", "day": "date"},
+        required_columns=labels.required_columns | {"no landing day": "landing_day"},
+        user_rows=UserRows("user_id", day_start_sql(spec, "landing_day")),
     )
 
 
@@ -97,7 +115,13 @@ def audience_quality(_spec: DataSpec) -> TableSchema:
     return TableSchema("audience_quality", columns, ("day",), order, required, user_rows=None)
 
 
-AUDIENCE_SCHEMAS = (audience_labels, audits, audience_counts, audience_quality)
+AUDIENCE_SCHEMAS = (
+    audience_labels,
+    audience_label_snapshots,
+    audits,
+    audience_counts,
+    audience_quality,
+)
 
 
 def _one_of(spec: DataSpec, column: str, names_of: Callable[[str], tuple[str, ...]]) -> str:

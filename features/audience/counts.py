@@ -1,11 +1,13 @@
 """The `audience_counts` table: impressions of campaigns by the labels of all data providers."""
 
 import functools
+from datetime import timedelta
 
 from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
 from etl.attribute_versions import first_item_values
+from etl.label_versions import labels_from
 from etl.spec.sections import UNKNOWN_LABEL
 from etl.spec.units import DayRange
 from etl.tables import audience_schemas, schemas, spark_io
@@ -35,8 +37,8 @@ def _counts_of(lake: Lake, name: str, days: DayRange, versions: dict[str, int]) 
     impressions = impressions.filter("item_attribute IS NOT NULL").select(
         "user_id", F.col("event_ts").alias("ts"), F.col("item_attribute").alias("campaign"), "day"
     )
-    schema = audience_schemas.audience_labels(spec)
-    stored = spark_io.read_table(lake, schema, versions["audience_labels"])
+    first_event_day = days[0] - timedelta(days=spec.allowed_lateness_days + 1)
+    stored = labels_from(lake, first_event_day, versions["audience_labels"])
     stored = stored.filter((F.col("audience") == name) & (F.col("day") <= F.lit(days[1])))
     labels = stored.select("user_id", F.col("valid_from").alias("ts"), "provider", "label", "day")
     counts = count_by_labels(impressions, labels, audience.providers)

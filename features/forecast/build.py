@@ -10,11 +10,12 @@ from pyspark.sql import functions as F
 
 from etl.attribute_versions import versions_from
 from etl.errors import UserError
+from etl.label_versions import labels_from
 from etl.spec.attributes import CategoricalAttribute, LocalTimeAttribute, NumericAttribute
 from etl.spec.model import DataSpec
 from etl.spec.sections import UNKNOWN_LABEL
 from etl.spec.units import DAY, MICROS
-from etl.tables import audience_schemas, forecast_schemas, model_schemas, schemas, spark_io
+from etl.tables import forecast_schemas, model_schemas, schemas, spark_io
 from etl.tables.declared_columns import logged_context_attributes
 from etl.tables.forecast_schemas import (
     SURFACE,
@@ -194,7 +195,7 @@ def _latest_attributes(lake: Lake, day: date, version: int) -> DataFrame:
 
 def _latest_labels(lake: Lake, day: date, version: int) -> DataFrame:
     """The labels of users when a day ended; of equal times, those of the latest day."""
-    stored = spark_io.read_table(lake, audience_schemas.audience_labels(lake.spec), version)
+    stored = labels_from(lake, day, version)
     end_us = lake.spec.day_end(day) * MICROS["s"]
     known = stored.filter((F.col("valid_from") < end_us) & (F.col("day") <= F.lit(day)))
     latest = []

@@ -25,8 +25,8 @@ from features.encoding.scalar import encode_categorical
 from features.history.build import build_history
 from features.history.event_counts import event_counts_before
 from features.items import index_items
-from ranking.feature_store.materialize import TableSource
 from ranking.feature_store.store import STORE_TABLES, StoreMetadata, create_store
+from ranking.feature_store.table_source import TableSource
 from ranking.inputs.attribute_versions import readable_versions
 from tests.oracle.disorder import FIRST, build_lake, generate_records
 from tests.pipeline import rows

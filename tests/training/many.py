@@ -29,6 +29,7 @@ from training.distributed.replicas import ReplicaSync
 from training.distributed.sharding import (
     TorchrecTables,
     local_shards,
+    reset_all_rows,
     shard_tables,
 )
 from training.model.config import SCALES
@@ -64,8 +65,9 @@ class Parallelism:
 class TrainingResult:
     """Mean losses of the steps, the tables after them, and counts of bytes and look-ups.
 
-    `initial` are the tables before the first step, `touched` the rows that this process looked up,
-    by step and table; `fallbacks` the layers that the safety valve changed.
+    `initial` are the tables before the first step, `reset` after all rows were reset; `touched` are
+    the rows that this process looked up, by step and table; `fallbacks` the layers that the safety
+    valve changed.
     """
 
     losses: list[float]
@@ -73,6 +75,7 @@ class TrainingResult:
     bytes_sent: dict[str, int]
     ids: int
     initial: dict[str, Tensor]
+    reset: dict[str, Tensor]
     touched: list[dict[str, Tensor]]
     fallbacks: list[str]
 
@@ -115,6 +118,8 @@ def train(
     torchrec_tables = TorchrecTables(rows, SIZES.embedding_dim, (USER_TABLE,))
     tables = shard_tables(torchrec_tables, mesh, SGD, parallelism.sharding_types)
     initial = all_rows(tables, rows)
+    reset_all_rows(tables, seed=1, accumulator=0.0)
+    reset = all_rows(tables, rows)
     init_equally(tables)
     names = [name for name, _ in linear_sites(core)] if parallelism.recipe else []
     recipes = PrecisionMap.uniform(names, parallelism.recipe or "fp32")
@@ -153,6 +158,7 @@ def train(
         bytes_sent=dict(communication.bytes),
         ids=lookups.ids,
         initial=initial,
+        reset=reset,
         touched=touched,
         fallbacks=list(valve.precision_map.fallbacks),
     )

@@ -68,12 +68,13 @@ def test_a_reset_row_equals_a_new_one_and_others_do_not_change() -> None:
             step()
         before = embeddings()
         expired = {ITEM_TABLE: torch.tensor([1, 4]), USER_TABLE: torch.tensor([2])}
-        reset_rows(tables, expired)
+        unknown = before[ITEM_TABLE][0]
+        reset_rows(tables, expired, 0.0, {ITEM_TABLE: unknown})
         after = embeddings()
         for name, rows_reset in expired.items():
             changed = (before[name] != after[name]).any(1).nonzero().flatten()
             assert torch.equal(changed, rows_reset)
-        assert not after[USER_TABLE][2].any() and after[ITEM_TABLE][1].any()
+        assert not after[USER_TABLE][2].any() and torch.equal(after[ITEM_TABLE][1], unknown)
         step()
         # AdaGrad's first step on a row is the learning rate itself: its state was reset, too.
         first_step = (embeddings()[USER_TABLE][2] - after[USER_TABLE][2]).abs()

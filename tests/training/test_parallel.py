@@ -16,7 +16,7 @@ from benchmarks.harness import SIMULATOR_SPEC
 from etl.array_types import Float64
 from etl.spec import load_spec
 from etl.tables.lake import Lake
-from features.schema import FeatureSchema, feature_schema
+from features.schema import USER_TABLE, FeatureSchema, feature_schema
 from tests.training.many import (
     ITEMS,
     SIZES,
@@ -134,6 +134,9 @@ def test_initial_tables_depend_on_the_seed_alone(results: Results) -> None:
         for result in of_processes:
             for name, rows in single.initial.items():
                 assert torch.equal(result.initial[name], rows), name
+                assert torch.equal(result.reset[name], single.reset[name]), name
+                is_zero = name == USER_TABLE
+                assert torch.equal(single.reset[name], rows) is is_zero, "drawn with another seed"
 
 
 def test_replicas_are_equal_after_a_synchronization(results: Results) -> None:

@@ -327,7 +327,7 @@ def test_embeddings_restart_without_a_change_of_dense_weights(lake: Lake) -> Non
             for weight in state.tables.state_dict().values():
                 for shard in local_shards(weight):
                     shard.rows.add_(1)
-        reset_all_rows(state.tables, 0.5)
+        reset_all_rows(state.tables, seed=1, accumulator=0.5)
         after = weights_of(state)
         assert all((values == 0.5).all() for values in local_optimizer_states(state.tables))
     for name, values in after.items():

@@ -162,10 +162,10 @@ def _fill_shard(shard: LocalShard, key: str) -> None:
 def reset_rows(
     tables: DistributedModelParallel,
     rows: Mapping[str, Tensor],
-    accumulator: float = 0.0,
-    values: Mapping[str, Tensor] | None = None,
+    accumulator: float,
+    values: Mapping[str, Tensor],
 ) -> None:
-    """Reinitialize some rows of each table, and their optimizer state, on all processes.
+    """Reset some rows of each table, and their optimizer state, on all processes.
 
     Each process resets the rows that it holds.
 
@@ -173,31 +173,28 @@ def reset_rows(
         tables: The tables.
         rows: Rows (n) by table name.
         accumulator: Optimizer state of a reset row.
-        values: Vector (d) of the reset rows, by table name; others are drawn at random.
+        values: Vector (d) of the reset rows, by table name; those of other tables become zero.
     """
-    zero_init, values = tables.module.zero_init, values or {}
     states = tables.fused_optimizer.state_dict()["state"]
     for key, weight in tables.state_dict().items():
         name = key.split(".")[-2]
         if name not in rows:
             continue
         for shard in local_shards(weight):
-            local_rows = _rows_in_shard(rows[name], shard)
-            fresh = shard.rows.new_empty(len(local_rows), shard.rows.shape[1])
-            (nn.init.zeros_ if name in zero_init else _init_uniform)(fresh)
-            shard.rows[local_rows] = values[name].to(fresh) if name in values else fresh
+            reset = _rows_in_shard(rows[name], shard)
+            shard.rows[reset] = values[name].to(shard.rows) if name in values else 0.0
         for state in states.get(key, {}).values():
             for shard in local_shards(state):
                 shard.rows[_rows_in_shard(rows[name], shard)] = accumulator
 
 
-def reset_all_rows(tables: DistributedModelParallel, accumulator: float) -> None:
-    """Reinitialize all rows of all tables, and their optimizer state, on all processes."""
-    rows = {
-        key.split(".")[-2]: torch.arange(weight.shape[0])
-        for key, weight in tables.state_dict().items()
-    }
-    reset_rows(tables, rows, accumulator)
+def reset_all_rows(tables: DistributedModelParallel, seed: int, accumulator: float) -> None:
+    """Initialize all rows of all tables with another seed, and reset their optimizer state.
+
+    Each process resets the rows that it holds.
+    """
+    initialize_rows(tables, seed)
+    fill_accumulators(tables, accumulator)
 
 
 def fill_accumulators(tables: DistributedModelParallel, value: float) -> None:

@@ -195,7 +195,10 @@ class Trainer:
 
     def _seed(self, step: int, *salt: int) -> None:
         """Seed what is random in a step or before it; without a salt equally on all processes."""
-        torch.manual_seed(hash((self.config.seed, step, *salt)) % 2**31)
+        torch.manual_seed(self._seed_of(step, *salt))
+
+    def _seed_of(self, step: int, *salt: int) -> int:
+        return hash((self.config.seed, step, *salt)) % 2**31
 
     def _reset_embeddings_once_a_pass(self) -> None:
         """Reset all embeddings before the first step of a pass after the first.
@@ -208,8 +211,8 @@ class Trainer:
         if ended <= manifest.embedding_resets:
             return
         self.state.replicas.synchronize()
-        self._seed(manifest.steps)
-        reset_all_rows(self.state.tables, self.state.initial_accumulator)
+        seed = self._seed_of(manifest.steps)
+        reset_all_rows(self.state.tables, seed, self.state.initial_accumulator)
         self.state.manifest = manifest.model_copy(update={"embedding_resets": ended})
 
     def _start_lookup(self, batch: Batch, position: int) -> StartedLookup:

@@ -1,0 +1,61 @@
+"""Labels of data providers: which of them the impressions of a day can have.
+
+A label is valid from a time of its landing day or later, until the next one of its provider for the
+same user. Weekly snapshots hold the labels that a later day can read, so that a day does not read
+those of all days before it.
+"""
+
+from datetime import date, timedelta
+from functools import partial
+
+from pyspark.sql import DataFrame, Window
+from pyspark.sql import functions as F
+
+from etl.spec.units import MICROS
+from etl.tables import spark_io
+from etl.tables.audience_schemas import audience_label_snapshots, audience_labels
+from etl.tables.lake import Lake
+from etl.tables.weekly_snapshots import DAYS_PER_SNAPSHOT, build_snapshots, remove_snapshots_from
+
+
+def labels_from(lake: Lake, day: date, version: int | None = None) -> DataFrame:
+    """The stored labels that can be valid at some time of a day or later.
+
+    These are the latest snapshot before the day and the labels that have landed since. They may
+    contain labels that others have superseded before the day.
+    """
+    rows = spark_io.read_table(lake, audience_labels(lake.spec), version)
+    schema = audience_label_snapshots(lake.spec)
+    snapshot_day = lake.latest_day(schema.name, before=day)
+    if snapshot_day is None:
+        return rows
+    snapshot = spark_io.read_table(lake, schema).filter(F.col("day") == F.lit(snapshot_day))
+    snapshot = snapshot.drop("day").withColumnRenamed("landing_day", "day")
+    recent = rows.filter(F.col("day") > F.lit(snapshot_day))
+    return recent.unionByName(snapshot.select(rows.columns))
+
+
+def rebuild_label_snapshots(lake: Lake, first_day: date) -> None:
+    """Write the snapshots of a day and of later ones, up to the last day with labels.
+
+    Providers may deliver labels once a week or more rarely: if the week before the day has no
+    snapshot, because none of its labels was that late, it gets one, too.
+    """
+    schema = audience_label_snapshots(lake.spec)
+    remove_snapshots_from(lake, schema, first_day)
+    first = first_day - timedelta(days=DAYS_PER_SNAPSHOT - 1)
+    latest = lake.latest_day(schema.name)
+    if latest is not None:
+        first = max(first, latest + timedelta(days=1))
+    build_snapshots(lake, schema, "audience_labels", first, partial(_snapshot_rows, lake))
+
+
+def _snapshot_rows(lake: Lake, day: date) -> DataFrame:
+    """The labels at the end of a day that no other has superseded until then, without `day`."""
+    rows = labels_from(lake, day).filter(F.col("day") <= F.lit(day))
+    order = Window.partitionBy("audience", "provider", "user_id").orderBy("valid_from", "day")
+    superseded_from = F.lead("valid_from").over(order)
+    day_end_us = lake.spec.day_end(day) * MICROS["s"]
+    is_readable = superseded_from.isNull() | (superseded_from > day_end_us)
+    rows = rows.withColumn("is_readable", is_readable).filter("is_readable").drop("is_readable")
+    return rows.withColumnRenamed("day", "landing_day")
