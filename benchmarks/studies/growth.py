@@ -1,8 +1,8 @@
 """`gemline bench growth`: what one more day costs in a lake of 30, 90 and 365 days.
 
 Without `--work` the committed figures are printed. With it, a lake is aged by daily runs on small
-simulated days, from raw logs to examples and the feature store. Each step is measured; a run that
-is interrupted goes on after the last measured day.
+simulated days: all steps that need no trained model, and the feature store. Each step is measured;
+a run that is interrupted goes on after the last measured day.
 """
 
 import os
@@ -21,8 +21,9 @@ from pydantic import Field
 from benchmarks.harness import RESULTS, ROOT, SIMULATOR_SPEC, BenchmarkResult
 from benchmarks.pipelines import run_steps_in_process
 from benchmarks.studies.committed import StudyFolder, show_committed
-from dags.pipeline import data_steps
-from dags.steps import PipelinePaths
+from dags.advertiser_steps import audience_steps, roi_steps
+from dags.pipeline import data_steps, statistics_step
+from dags.steps import PipelinePaths, Step
 from etl.spec import load_spec
 from etl.spec.base import StrictModel
 
@@ -103,12 +104,24 @@ def _read_costs(path: Path) -> list[StepCost]:
 def run_day(paths: PipelinePaths, age: int) -> Iterator[StepCost]:
     """Run the steps of the day with which the lake reaches an age; yields their costs."""
     day = day_of(age)
-    for step in data_steps(load_spec(paths.spec), paths, ("--days", f"{day}:{day}")):
+    for step in steps_of_day(paths, day):
         yield measure_cost(age, step.name, partial(run_steps_in_process, [step]))
     previous = store_folder(paths, day - timedelta(days=1)) / "data.mdb"
     size = previous.stat().st_size if previous.exists() else 0
     cost = measure_cost(age, "feature store", partial(build_store, paths, day))
     yield cost.model_copy(update={"bytes_read": cost.bytes_read + size})  # mapped, not read
+
+
+def steps_of_day(paths: PipelinePaths, day: date) -> list[Step]:
+    """The steps of a daily run that need no trained model."""
+    spec, flags = load_spec(paths.spec), ("--days", f"{day}:{day}")
+    data_until = ("--data-until", str(day))
+    return [
+        *data_steps(spec, paths, flags),
+        statistics_step(paths, flags),
+        *audience_steps(spec, paths, flags, data_until),
+        *roi_steps(spec, paths, flags, data_until),
+    ]
 
 
 def day_of(age: int) -> date:

@@ -9,10 +9,15 @@ from statistics import mean
 import pytest
 import yaml
 
-from benchmarks.studies.growth import MEASURED_DAYS, SIMULATOR, StepCost, costs_at
-from dags.pipeline import data_steps
+from benchmarks.studies.growth import (
+    MEASURED_DAYS,
+    SIMULATOR,
+    StepCost,
+    costs_at,
+    day_of,
+    steps_of_day,
+)
 from dags.steps import PipelinePaths
-from etl.spec import load_spec
 from tests.dags.test_kills import kill_when
 
 pytestmark = pytest.mark.proof
@@ -62,8 +67,9 @@ def age_of(measured: Path) -> int:
 
 
 def test_each_step_of_each_day_is_measured_once(costs: list[StepCost], spec_path: Path) -> None:
-    steps = data_steps(load_spec(spec_path), PipelinePaths(spec_path, "raw", "lake"), ())
+    steps = steps_of_day(PipelinePaths(spec_path, "raw", "lake"), day_of(1))
     names = [*(step.name for step in steps), "feature store"]
+    assert {"feature_statistics", "audience", "campaign_days"} <= set(names)
     expected = {(age, name): 1 for age in range(1, DAYS + 1) for name in names}
     assert Counter((cost.age, cost.step) for cost in costs) == expected
 

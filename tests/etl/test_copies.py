@@ -8,11 +8,10 @@ import pytest
 from pyspark.sql import SparkSession
 
 from etl.ingest.run import ingest
-from etl.labels import label_impressions
 from etl.spec import load_spec
 from etl.spec.units import DAY
 from etl.tables.lake import Lake
-from tests.pipeline import rows
+from tests.pipeline import build_tables, rows
 
 pytestmark = pytest.mark.spark
 
@@ -85,13 +84,12 @@ def test_an_outcome_counts_once_however_much_later_its_record_is_delivered_again
 def test_a_day_of_which_no_event_is_kept_is_ingested(
     spark: SparkSession, lake: Lake, tmp_path: Path
 ) -> None:
-    """Its log delivers the one of the day before again: the next day can be ingested."""
+    """Its log delivers the one of the day before again: all steps of the next day can run."""
     raw, days = tmp_path / "raw", [day_after(number) for number in range(3)]
     for day, delivered in zip(days, (days[0], days[0], days[2]), strict=True):
         write_log(raw, day, [impression(lake, delivered, f"of {delivered}")])
-    for day in days[:2]:
-        ingest(lake, str(raw), (day, day))
-    assert {row["day"] for row in rows(lake, "events")} == {days[0]}
-    label_impressions(lake, (days[1], days[1]), data_until=lake.spec.day_end(days[1]))
-    ingest(lake, str(raw), (days[2], days[2]))
-    assert {row["day"] for row in rows(lake, "events")} == {days[0], days[2]}
+    for day in days:
+        build_tables(lake, raw, (day, day), data_until=lake.spec.day_end(day))
+    for name in ("events", "impressions", "examples"):
+        assert {row["day"] for row in rows(lake, name)} == {days[0], days[2]}
+    assert [row["kept"] for row in rows(lake, "ingest_metrics")] == [1, 0, 1]
