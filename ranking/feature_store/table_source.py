@@ -108,7 +108,7 @@ class TableSource:
                 yield AttributeVersion.from_row(entity, row, declared)
 
     def teacher_history_records(self) -> Iterator[tuple[str, KeyValuePairs]]:
-        """The teacher embeddings of each user's most recent impressions."""
+        """The teacher embeddings of each user's most recent impressions that requests can read."""
         schema = model_schemas.user_teacher_embeddings(self.lake.spec)
         if not self.teacher_history_length or not self.lake.exists(schema.name):
             return
@@ -122,8 +122,12 @@ class TableSource:
         embeddings = np.frombuffer(b"".join(stored["teacher_embedding_int4"].to_pylist()), np.uint8)
         rows["teacher_embedding_int4"] = embeddings.reshape(len(stored), -1)
         by_user = group_rows(storage_keys(stored["user_id"].to_pylist()), rows)
-        newest = [(key, rows[-self.teacher_history_length :].tobytes()) for key, rows in by_user]
-        yield "teacher_history", newest
+        yield "teacher_history", [(key, self._readable(rows).tobytes()) for key, rows in by_user]
+
+    def _readable(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of a user that some request can read: those of an unfinished day are not visible."""
+        num_visible = int(np.searchsorted(rows["visible_ts"], self.store.earliest_request))
+        return rows[max(0, num_visible - self.teacher_history_length) :]
 
     def recent_counter_records(self) -> Iterator[tuple[str, KeyValuePairs]]:
         """The counter records of all events that the windows of a request can reach."""

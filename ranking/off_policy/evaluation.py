@@ -73,7 +73,7 @@ def score_logged_ads(
     """Score all ads of a ranker's surface on some days, with the labels final by `data_until`.
 
     Raises:
-        UserError: A day has no examples.
+        UserError: A day has no examples, or none of the surface has any.
     """
     builder, auction = input_builder(ranker, lake), Auction(lake.spec, ranker.manifest.surface)
     reader, bid_table = builder.reader, load_bids(lake, builder.reader.items, days[0])
@@ -84,6 +84,11 @@ def score_logged_ads(
         part = _score_batch(ranker, auction, builder, bid_table, batch)
         parts.append(part._replace(request_ids=part.request_ids + num_requests))
         num_requests += len(batch.as_of)
+    if not parts:
+        surface = ranker.manifest.surface
+        raise UserError(
+            f"{surface} has no impressions on {days[0]} to {days[1]}: pass other --days"
+        )
     return ScoredAds._make(np.concatenate(columns) for columns in zip(*parts, strict=True))
 
 

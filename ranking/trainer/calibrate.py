@@ -50,14 +50,14 @@ def fit_calibration(
     (surface,) = student.input_builder.reader.surfaces
     trained_until = lake.spec.day_end(split.train_last)
     offsets = CalibrationOffsets(surface=surface, labels_until=trained_until)
+    reader, recent = student.input_builder.reader, first_window(trained_until)
+    offsets = refresh_from_retractions(offsets, reader, student.num_items, recent)
     if split.calibration is None:
         scalings = {name: prior.get(name, PlattScaling()) for name in lake.spec.objectives}
         return RankerCalibration(scalings, offsets)
     window = LabelWindow.for_calibration(split, lake.spec)
     window = replace(window, mixes_windows=trainer.config.mix_windows)
-    reader, recent = student.input_builder.reader, first_window(window.start)
     held_out_predictions = predict_window(student, days_with_labels(reader, window), window)
-    offsets = refresh_from_retractions(offsets, reader, student.num_items, recent)
     calibration = RankerCalibration(
         fit_per_objective(held_out_predictions.predictions, prior), offsets
     )
@@ -150,7 +150,8 @@ def refresh_all_offsets(
 def load_earlier_calibrations(lake: Lake, train_last: date) -> list[dict[str, PlattScaling]]:
     """The calibrations of each surface's latest ranker that was trained until an earlier day.
 
-    A damaged ranker is skipped with a warning.
+    Those of objectives that the surface does not have are left out: nothing was fitted. A damaged
+    ranker is skipped with a warning.
     """
     calibrations = []
     for surface in lake.spec.ad_surfaces:
@@ -160,9 +161,13 @@ def load_earlier_calibrations(lake: Lake, train_last: date) -> list[dict[str, Pl
         if not earlier:
             continue
         try:
-            calibrations.append(read_manifest(folder / earlier[-1]).calibration)
+            fitted = read_manifest(folder / earlier[-1]).calibration
         except UserError as error:
             log.warning("skipped in the prior of the calibration: %s", error)
+            continue
+        of_surface = [name for name in fitted if name in lake.spec.objectives]
+        of_surface = [name for name in of_surface if surface in lake.spec.surfaces_of(name)]
+        calibrations.append({name: fitted[name] for name in of_surface})
     return calibrations
 
 
@@ -211,7 +216,7 @@ def refresh_live_calibration(lake: Lake, surface: str, data_until: int) -> Calib
         mixes_windows=training is not None and training.config.mix_windows,
     )
     reader = input_builder(ranker, lake).reader
-    require_examples(reader, data_until)
+    require_examples(reader, offsets.labels_until, data_until)
     days = days_with_labels(reader, window)
     calibrated = predict_labels(replace(ranker, offsets=None), lake, days, window)
     refreshed = refresh_all_offsets(offsets, calibrated, reader, ranker.manifest.num_items, window)

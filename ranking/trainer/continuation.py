@@ -49,7 +49,7 @@ def continue_ranker(
     reader = ExampleReader.latest(
         lake, manifest.sequence, training.config.model.max_length, (manifest.surface,)
     )
-    require_examples(reader, data_until)
+    require_examples(reader, training.labels_until, data_until)
     state, day_predictions = load_training_state(folder), load_day_predictions(folder, lake.spec)
     snapshot = TrainingSnapshot(training, state, day_predictions)
     calibration = RankerCalibration(manifest.calibration, initial_offsets(folder, manifest))

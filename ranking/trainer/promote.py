@@ -49,8 +49,9 @@ def promote_if_better(
 
     The first ranker of a surface passes. If the live ranker cannot be evaluated, because it is
     damaged or of another spec, a calibrated ranker passes. If all versions to compare with have
-    learned labels of the test days, none does, and neither does one that was rolled back. A ranker
-    that replaces a refit goes live with the labels that the refit has learned.
+    learned labels of the test days, none does, and neither does one that has learned such labels
+    itself or that was rolled back. A ranker that replaces a refit goes live with the labels that
+    the refit has learned.
 
     Raises:
         UserError: No ranker was trained, or the new one cannot be loaded.
@@ -82,6 +83,11 @@ def _judge(
 ) -> PromotionRecord:
     """The decision on the ranker of a folder, and its calibration by segment."""
     candidate = validate_ranker(load_ranker(folder), lake.root, surface)
+    if candidate.manifest.labels_until > lake.spec.day_start(split.test_first):
+        reason = (
+            f"it has learned labels of the test days: test it on later days than {split.test_first}"
+        )
+        return PromotionRecord(version=folder.name, promoted=False, reasons=(reason,), segments=())
     live = load_live_for_comparison(lake, surface, split)
     live_predictions = labels_until = None
     if isinstance(live, ExportedRanker):

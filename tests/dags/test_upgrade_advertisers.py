@@ -29,7 +29,8 @@ COUNTS, CAMPAIGN_DAYS = (
     {"audience_counts", "audience_quality"},
     {"campaign_days", "response_curves"},
 )
-AUDIENCES = {"audience_labels", "audits", *COUNTS}
+LABELS = {"audience_labels", "audience_label_snapshots"}
+AUDIENCES = {*LABELS, "audits", *COUNTS}
 SCORED = {"forecast_sample", "forecast_margins", "forecast_sketches"}
 FORECASTS = {*SCORED, "forecast_supply"}
 OF_EVENTS = {*COUNTS, *CAMPAIGN_DAYS, *FORECASTS}
@@ -99,7 +100,7 @@ REBUILT: dict[SpecChange, set[str]] = {
     later_delay: OF_EVENTS,
     more_lateness: OF_EVENTS,
     fewer_events: OF_EVENTS,
-    other_time_zone: {*OF_EVENTS, "audience_labels"},
+    other_time_zone: {*OF_EVENTS, *LABELS},
 }
 
 

@@ -1,5 +1,6 @@
 """Calibration keeps the order of scores, and makes their sums those of the labels."""
 
+import shutil
 from datetime import date
 from pathlib import Path
 
@@ -92,6 +93,18 @@ def test_few_positives_move_the_prior_a_little_and_many_override_it() -> None:
 def test_no_logit_overflows(x: float) -> None:
     assert 0 <= sigmoid(np.array([x]))[0] <= 1
     assert sigmoid(np.array([x]))[0] == pytest.approx(1 - sigmoid(np.array([-x]))[0], abs=1e-12)
+
+
+def test_the_prior_has_no_calibrations_of_objectives_that_a_surface_lacks(
+    lake_spec: DataSpec, folder: Path, tmp_path: Path
+) -> None:
+    """They were never fitted, and would pull the mean of all surfaces to the identity."""
+    objectives = dict(lake_spec.objectives)
+    objectives["conversion"] = objectives["conversion"].model_copy(update={"surfaces": ("reels",)})
+    lake = Lake(str(tmp_path), lake_spec.model_copy(update={"objectives": objectives}))
+    shutil.copytree(folder, rankers_folder(lake.root, "feed") / "20260101-s0")
+    (prior,) = load_earlier_calibrations(lake, date(2026, 1, 2))
+    assert set(prior) == set(lake_spec.objectives) - {"conversion"}
 
 
 def test_a_damaged_earlier_ranker_is_skipped_in_the_prior(

@@ -1,5 +1,6 @@
 """Online features equal offline features, and invariants of the feature store."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import date
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from etl.errors import UserError
 from etl.spec import DataSpec
 from etl.spec.units import DAY
-from etl.tables import arrow, schemas
+from etl.tables import arrow, model_schemas, schemas
 from etl.tables.lake import Lake
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from features.schema import ITEM_TABLE
@@ -37,6 +38,7 @@ from ranking.feature_store.materialize import HistoryLengths, build_feature_stor
 from ranking.feature_store.request import RankRequest
 from ranking.feature_store.storage import (
     BID_DTYPE,
+    TEACHER_HISTORY_DTYPE,
     group_rows,
     latest_versions,
     storage_key,
@@ -88,6 +90,25 @@ def test_online_features_of_logged_requests_equal_the_offline_features(
     assert online.goals == offline.goals and (online.target_roas > 0).sum() > 3
     np.testing.assert_array_equal(online.target_roas, offline.target_roas)
     np.testing.assert_array_equal(online.bids, offline.bids)
+
+
+def test_embeddings_that_are_not_visible_yet_hide_none_that_are(
+    gem_lake: Lake, tmp_path: Path
+) -> None:
+    """A refresh within a day finds embeddings of its impressions, visible when the day ends."""
+    noon = gem_lake.spec.day_start(LAST) + DAY // 2
+    lengths = HistoryLengths("behaviour", LENGTH, 2)
+    store = build_feature_store(gem_lake, tmp_path / "noon", noon, lengths)
+    schema = model_schemas.user_teacher_embeddings(gem_lake.spec)
+    stored = arrow.snapshot(gem_lake, schema).read(["user_id", "visible_ts"]).to_pylist()
+    visible = Counter(row["user_id"] for row in stored if row["visible_ts"] < noon)
+    hidden = Counter(row["user_id"] for row in stored if row["visible_ts"] >= noon)
+    assert sum(hidden[user] >= 2 for user in visible) > 3
+    with store.read_transaction() as txn:
+        for user, count in visible.items():
+            rows = np.frombuffer(txn.get("teacher_history", user.encode()), TEACHER_HISTORY_DTYPE)
+            assert np.searchsorted(rows["visible_ts"], noon) >= min(2, count)
+    store.close()
 
 
 def test_online_features_respect_the_delay_of_a_source(

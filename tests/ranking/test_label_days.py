@@ -1,7 +1,7 @@
 """Days of examples that a refit or a calibration reads: all whose labels may become final."""
 
 import shutil
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -36,16 +36,17 @@ def test_labels_of_impressions_that_become_visible_late_are_read() -> None:
 def own_lake(lake: Lake, tmp_path: Path) -> Lake:
     """The shared tables; the test may change its examples and events."""
     link_tables(lake, tmp_path)
-    for name in ("examples", "events"):
+    for name in ("examples", "events", "ingest_metrics"):
         shared = (tmp_path / name).resolve()
         (tmp_path / name).unlink()
         shutil.copytree(shared, tmp_path / name)
     return Lake(str(tmp_path), lake.spec)
 
 
-def require(lake: Lake) -> None:
+def require(lake: Lake, learned: date = LAST) -> None:
+    """Require the examples of what has not been learned when a day began."""
     reader = ExampleReader.latest(lake, "behaviour", 0, ("feed",))
-    require_examples(reader, lake.spec.day_end(LAST))
+    require_examples(reader, lake.spec.day_start(learned), lake.spec.day_end(LAST))
 
 
 def test_examples_are_required_of_the_day_on_which_the_data_ends(own_lake: Lake) -> None:
@@ -59,5 +60,17 @@ def test_examples_are_required_of_the_day_on_which_the_data_ends(own_lake: Lake)
     events.delete(f"day = '{LAST}' AND type = {impression}")
     require(own_lake)  # no impression was logged on the day
     events.delete(f"day = '{LAST}'")
+    require(own_lake)  # all of its events were copies
+    DeltaTable(own_lake.table_uri("ingest_metrics")).delete(f"day = '{LAST}'")
     with pytest.raises(UserError, match="no examples of"):
         require(own_lake)  # the day was not ingested
+
+
+def test_examples_are_required_of_all_days_that_were_not_learned(own_lake: Lake) -> None:
+    second = FIRST + timedelta(days=1)
+    DeltaTable(own_lake.table_uri("examples")).delete(f"day = '{second}'")
+    with pytest.raises(UserError, match=f"no examples of {second}"):
+        require(own_lake, learned=second)
+    require(own_lake, learned=second + timedelta(days=1))
+    DeltaTable(own_lake.table_uri("examples")).delete(f"day = '{FIRST}'")
+    require(own_lake, learned=FIRST)  # the first days have expired

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from benchmarks.system.warm_start import changed_spec
@@ -15,7 +16,9 @@ from etl.labels import label_impressions
 from etl.retractions import record_late_retractions
 from etl.simulator.config import RefundConfig, SimulatorConfig
 from etl.simulator.simulate import simulate
-from etl.tables.lake import Lake
+from etl.tables import label_schemas
+from etl.tables.arrow import replace_rows
+from etl.tables.lake import Lake, arrow_schema
 from features.examples import build_examples
 from features.history.build import build_history
 from features.items import index_items
@@ -30,7 +33,12 @@ from ranking.scoring.offsets import (
     SegmentOffsets,
 )
 from ranking.student.trained import TrainedStudent
-from ranking.trainer.net_rates import first_window, outcomes_to_learn, refresh_from_retractions
+from ranking.trainer.net_rates import (
+    _retracted_impressions,
+    first_window,
+    outcomes_to_learn,
+    refresh_from_retractions,
+)
 from tests.pipeline import rows
 from tests.ranking.auctions import bids_of
 from tests.ranking.conftest import batch_of
@@ -105,6 +113,28 @@ def test_net_rates_learn_each_outcome_once_when_its_time_for_a_retraction_has_en
     intercept = learned.net_rates["conversion"][INTERCEPT].offsets[0]
     found = float(sigmoid(logit(np.array([BASE_NET_RATE])) + intercept)[0])
     assert net < found < BASE_NET_RATE - (BASE_NET_RATE - net) / 5  # few labels against the prior
+
+
+def test_refunds_that_become_visible_after_their_landing_day_count(tmp_path: Path) -> None:
+    """One is logged an hour before midnight, and is visible after the label is final."""
+    lake, noon, hour = Lake(str(tmp_path), SPEC), SPEC.day_start(FIRST) + DAY // 2, 3600
+    refund = {
+        "impression_id": "shown", "user_id": "u1", "objective": "conversion", "surface": 0,
+        "outcome_id": "bought", "retraction_id": "refunded", "retracted_ts": noon + 17 * hour,
+        "label_mature_ts": noon + 14 * hour, "outcomes_left": 0, "value": None, "day": FIRST,
+        "bucket": 0,
+    }  # fmt: skip
+    schema = label_schemas.late_retractions(SPEC)
+    table = pa.Table.from_pylist([refund], arrow_schema(schema))
+    replace_rows(lake, schema, table, f"day = '{FIRST}'", {})
+    assert SPEC.visibility_delay_days >= 1
+    found = []
+    for number in range(5):
+        start = SPEC.day_start(FIRST) + number * DAY
+        window = LabelWindow(start, start + DAY)
+        final = window.start - DAY <= refund["label_mature_ts"] < window.end - DAY
+        found.append((final, len(_retracted_impressions(lake, "conversion", DAY, window)) > 0))
+    assert (True, True) in found and (True, False) not in found
 
 
 def test_a_new_ranker_reads_the_days_that_have_not_decayed() -> None:

@@ -3,7 +3,7 @@
 import re
 import shutil
 from dataclasses import replace
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -164,6 +164,31 @@ def test_only_a_promoted_ranker_goes_live(ranker_lake: Lake, folder: Path) -> No
     assert promote_if_better(ranker_lake, "feed", SPLIT, LENIENT).reasons == ("it is live already",)
 
 
+def learn_labels_until(folder: Path, lake: Lake, day: date) -> None:
+    """Make a ranker one that has learned labels until the end of a day."""
+    training = manifest.RankerTraining(
+        config=StudentTrainConfig(model=SMALL),
+        first_day=SPLIT.train_first,
+        labels_until=lake.spec.day_end(day),
+        newest_labels={},
+    )
+    changed = manifest.read_manifest(folder).model_copy(update={"training": training})
+    manifest.write_manifest(folder, changed)
+
+
+def test_a_ranker_that_has_learned_labels_of_the_test_days_is_not_promoted(
+    ranker_lake: Lake,
+) -> None:
+    """Not even as the first of its surface: its errors on these days say nothing."""
+    new = ranker_folder(ranker_lake.root, "one")
+    learn_labels_until(new, ranker_lake, SPLIT.test_first)
+    decision = promote_if_better(ranker_lake, "feed", SPLIT, LENIENT)
+    assert not decision.promoted and live_pointer(ranker_lake.root, "feed").read() is None
+    assert decision.reasons[0].startswith("it has learned labels of the test days")
+    learn_labels_until(new, ranker_lake, SPLIT.train_last)
+    assert promote_if_better(ranker_lake, "feed", SPLIT, LENIENT).promoted
+
+
 @pytest.mark.parametrize(
     "step",
     [
@@ -252,17 +277,9 @@ def test_versions_that_learned_labels_of_the_test_days_do_not_let_a_calibrated_r
 ) -> None:
     """A ranker of the first days of the log has learned labels of none; refits of it have."""
     spec, surface = ranker_lake.spec, "feed"
-    config = StudentTrainConfig(model=SMALL)
     for name, learned in (("old", SPLIT.train_last), ("damaged", SPLIT.train_last), ("new", LAST)):
         copy = copy_ranker(folder, ranker_lake.root, name)
-        training = manifest.RankerTraining(
-            config=config,
-            first_day=SPLIT.train_first,
-            labels_until=spec.day_end(learned),
-            newest_labels={},
-        )
-        changed = manifest.read_manifest(copy).model_copy(update={"training": training})
-        manifest.write_manifest(copy, changed)
+        learn_labels_until(copy, ranker_lake, learned)
         live_pointer(ranker_lake.root, surface).promote(name)
     (ranker_folder(ranker_lake.root, "damaged") / manifest.MANIFEST).write_text("{")
     compared = load_live_for_comparison(ranker_lake, surface, SPLIT)

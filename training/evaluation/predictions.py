@@ -215,7 +215,13 @@ def calibration_interval(
 def _percentile_interval(
     sums: Sequence[Float64], statistic: Callable[..., Float64], seed: int
 ) -> ConfidenceInterval:
-    """The statistic of sums by user (U), and its percentile bootstrap interval."""
+    """The statistic of sums by user (U), and its percentile bootstrap interval.
+
+    Of fewer than two users, it may be anything.
+    """
+    value = float(statistic(*sums))
+    if len(sums[0]) < 2:
+        return ConfidenceInterval(value, -np.inf, np.inf)
     with np.errstate(invalid="ignore"):  # of the unused standard error, where a ratio is infinite
         result = bootstrap(
             sums,
@@ -228,7 +234,7 @@ def _percentile_interval(
             rng=np.random.default_rng(seed),
         )
     low, high = result.confidence_interval
-    return ConfidenceInterval(float(statistic(*sums)), float(low), float(high))
+    return ConfidenceInterval(value, float(low), float(high))
 
 
 def ratio_of_sums(numerator: Float64, denominator: Float64, axis: int = -1) -> Float64:
