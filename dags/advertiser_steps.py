@@ -13,10 +13,12 @@ def audience_steps(
     paths: PipelinePaths,
     day_flags: tuple[str, ...],
     data_until: tuple[str, ...],
+    raw_flags: tuple[str, ...] = (),
 ) -> list[Step]:
     """Count impressions by the labels of data providers, and estimate how good these are.
 
-    No steps for a spec without audiences.
+    No steps for a spec without audiences. `raw_flags` are further flags of the steps that read raw
+    files.
     """
     if not spec.audiences:
         return []
@@ -25,7 +27,7 @@ def audience_steps(
         Step(
             "audience",
             "spark",
-            ("audience", "count", *flags, "--raw", paths.raw, *day_flags),
+            ("audience", "count", *flags, "--raw", paths.raw, *raw_flags, *day_flags),
             ("raw", "events", "attributes_item"),
             (*AUDIENCE_TABLES, "quarantine"),
         ),
@@ -44,8 +46,12 @@ def roi_steps(
     paths: PipelinePaths,
     day_flags: tuple[str, ...],
     data_until: tuple[str, ...],
+    raw_flags: tuple[str, ...] = (),
 ) -> list[Step]:
-    """Join billed spend with outcomes, and fit response curves; no steps without campaigns."""
+    """Join billed spend with outcomes, and fit response curves; no steps without campaigns.
+
+    `raw_flags` are further flags of the steps that read raw files.
+    """
     if spec.roi is None:
         return []
     flags = paths.cli_flags
@@ -53,7 +59,7 @@ def roi_steps(
         Step(
             "campaign_days",
             "spark",
-            ("roi", "load", *flags, "--raw", paths.raw, *day_flags),
+            ("roi", "load", *flags, "--raw", paths.raw, *raw_flags, *day_flags),
             ("raw", "impressions", "attributes_item"),
             ("campaign_spend", "campaign_days", "quarantine"),
         ),

@@ -6,6 +6,7 @@ run of the whole day replaces its tables afterwards.
 
 from datetime import date, timedelta
 
+from dags.advertiser_steps import audience_steps, roi_steps
 from dags.pipeline import (
     REFIT_RANKER,
     data_steps,
@@ -101,13 +102,22 @@ def refresh_flags(plan: RefreshPlan) -> ModelFlags:
 
 
 def refresh_steps(spec: DataSpec, paths: PipelinePaths, plan: RefreshPlan) -> list[Step]:
-    """The steps of a refresh in order; the values of its plan may be templates."""
+    """The steps of a refresh in order; the values of its plan may be templates.
+
+    Reports of earlier days that came later are loaded, too: the daily run will find that their
+    files have been read. What is fitted to them waits for it.
+    """
     flags = refresh_flags(plan)
     raw_flags = ("--missing-sources", plan.missing_sources)
+    of_advertisers = [
+        *audience_steps(spec, paths, flags.teacher_days, flags.data_until, raw_flags),
+        *roi_steps(spec, paths, flags.teacher_days, flags.data_until, raw_flags),
+    ]
     refits = [surface_step(REFIT_RANKER, paths, flags, surface) for surface in plan.surfaces]
     return [
         *data_steps(spec, paths, flags.teacher_days, flags.data_until, raw_flags),
         statistics_step(paths, flags.teacher_days),
+        *(step for step in of_advertisers if step.engine == "spark"),
         teacher_step(paths, flags.teacher_days),
         *refits,
         *([feature_store_step(spec, paths, flags)] if refits else []),

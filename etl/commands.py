@@ -48,6 +48,18 @@ class RawArgs(DayArgs):
         return super().load_spec().allow_missing_sources(missing)
 
 
+class IngestArgs(RawArgs):
+    """Arguments of the ingest step."""
+
+    allow_empty_days: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="also ingest days without events; otherwise they are refused, as a wrong --raw "
+            "would be"
+        ),
+    ] = False
+
+
 class LabelArgs(DayArgs):
     """Arguments of the labels step."""
 
@@ -128,14 +140,15 @@ def simulate(args: SimulateArgs) -> None:
 
 
 @holds_leases("ingest")
-def ingest(args: RawArgs) -> None:
+def ingest(args: IngestArgs) -> None:
     """Parse, deduplicate and filter raw logs into the events table."""
     from etl.ingest.run import ingest as step
     from etl.runtime.spark import spark_session
 
     lake = args.open_lake()
     spark_session("ingest")
-    print_counts("ingest", step(lake, args.raw, args.day_range))
+    counts = step(lake, args.raw, args.day_range, allow_empty_days=args.allow_empty_days)
+    print_counts("ingest", counts)
 
 
 @holds_leases("attributes")

@@ -5,7 +5,7 @@ same user. Weekly snapshots hold the labels that a later day can read, so that a
 those of all days before it.
 """
 
-from datetime import date, timedelta
+from datetime import date
 from functools import partial
 
 from pyspark.sql import DataFrame, Window
@@ -15,7 +15,7 @@ from etl.spec.units import MICROS
 from etl.tables import spark_io
 from etl.tables.audience_schemas import audience_label_snapshots, audience_labels
 from etl.tables.lake import Lake
-from etl.tables.weekly_snapshots import DAYS_PER_SNAPSHOT, build_snapshots, remove_snapshots_from
+from etl.tables.weekly_snapshots import build_snapshots
 
 
 def labels_from(lake: Lake, day: date, version: int | None = None) -> DataFrame:
@@ -35,19 +35,10 @@ def labels_from(lake: Lake, day: date, version: int | None = None) -> DataFrame:
     return recent.unionByName(snapshot.select(rows.columns))
 
 
-def rebuild_label_snapshots(lake: Lake, first_day: date) -> None:
-    """Write the snapshots of a day and of later ones, up to the last day with labels.
-
-    Providers may deliver labels once a week or more rarely: if the week before the day has no
-    snapshot, because none of its labels was that late, it gets one, too.
-    """
+def build_label_snapshots(lake: Lake, first_day: date) -> None:
+    """Write the snapshots of a day and of later ones, up to the last day with labels."""
     schema = audience_label_snapshots(lake.spec)
-    remove_snapshots_from(lake, schema, first_day)
-    first = first_day - timedelta(days=DAYS_PER_SNAPSHOT - 1)
-    latest = lake.latest_day(schema.name)
-    if latest is not None:
-        first = max(first, latest + timedelta(days=1))
-    build_snapshots(lake, schema, "audience_labels", first, partial(_snapshot_rows, lake))
+    build_snapshots(lake, schema, "audience_labels", first_day, partial(_snapshot_rows, lake))
 
 
 def _snapshot_rows(lake: Lake, day: date) -> DataFrame:

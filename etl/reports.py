@@ -27,7 +27,7 @@ from etl.ingest.readers import (
     with_line_numbers,
 )
 from etl.ingest.timestamps import parse_time
-from etl.label_versions import rebuild_label_snapshots
+from etl.label_versions import build_label_snapshots
 from etl.spec.model import DataSpec
 from etl.spec.report_sources import (
     AudienceLabelSource,
@@ -39,6 +39,7 @@ from etl.spec.units import MICROS, DayRange
 from etl.tables import audience_schemas, roi_schemas, spark_io
 from etl.tables.lake import Lake, create_table
 from etl.tables.table_schema import TableSchema
+from etl.tables.weekly_snapshots import remove_snapshots_from
 
 Report: TypeAlias = AudienceLabelSource | AuditSource | SpendSource
 Schema: TypeAlias = Callable[[DataSpec], TableSchema]
@@ -88,11 +89,15 @@ def load_reports(
             write_quarantine(lake, [name], invalid.withColumn("log", F.lit(name)), days)
         for schema in schemas.values():
             create_table(lake, schema(lake.spec))
+        if "audience_labels" in schemas:
+            remove_snapshots_from(
+                lake, audience_schemas.audience_label_snapshots(lake.spec), days[0]
+            )
         for kind, schema in schemas.items():
             names = [name for name, source in sources.items() if source.kind == kind]
             _write_rows(lake, schema(lake.spec), [rows[name] for name in names], where)
     if "audience_labels" in schemas:
-        rebuild_label_snapshots(lake, days[0])
+        build_label_snapshots(lake, days[0])
     tables = [schema(lake.spec).name for schema in schemas.values()]
     return {table: lake.count_rows(table, days) for table in tables}
 

@@ -65,12 +65,20 @@ class DriftArgs(DayArgs):
 
 
 def check_drift(args: DriftArgs) -> None:
-    """Compare the features of each day with earlier days; exit 2 if one is null or constant."""
+    """Compare the features of each day with earlier days; exit 2 if one is null or constant.
+
+    Days that were built without a single example have no features to compare.
+    """
     from rich.console import Console
 
     from features.drift import drift_of_days, drift_table
 
-    by_day = drift_of_days(args.open_lake(), args.day_range)
+    lake, (first, last) = args.open_lake(), args.day_range
+    ingested, examples = lake.last_ingested_day(), lake.rows_by_day("examples")
+    if ingested and last <= ingested and not any(first <= day <= last for day in examples):
+        print(f"no examples of {first} to {last}: nothing to compare")
+        return
+    by_day = drift_of_days(lake, args.day_range)
     Console(width=160).print(drift_table(by_day[max(by_day)][: args.rows]))
     alarms = [(day, drift) for day, drifts in by_day.items() for drift in drifts if drift.alarm]
     for day, drift in alarms:

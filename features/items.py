@@ -12,6 +12,7 @@ from etl.spec.units import MICROS, DayRange
 from etl.tables import schemas, spark_io
 from etl.tables.declared_columns import item_counter_key_columns
 from etl.tables.lake import Lake
+from etl.tables.schemas import STATIC_DAY
 from features.encoding.spark import encode_attribute
 
 NUMBERING_BLOCKS = 64  # of the items of a day that are about equally frequent
@@ -98,7 +99,7 @@ def build_item_versions(lake: Lake, days: DayRange) -> dict[str, int]:
     earliest_request = days[0] - timedelta(days=spec.allowed_lateness_days + 1)
     rows = versions_from(lake, "item", earliest_request, versions["attributes_item"])
     rows = _readable_once_seen(spec, rows.join(items, "item_id"), days)
-    rows = rows.withColumn("day", F.greatest("day", "first_seen_day"))
+    rows = _with_day_of_use(lake, rows, days)
     columns = {
         f"item_{name}": encode_attribute(attribute, F.col(f"attr_{name}"))
         for name, attribute in spec.attributes.item.items()
@@ -129,6 +130,22 @@ def _readable_once_seen(spec: DataSpec, rows: DataFrame, days: DayRange) -> Data
     of_new = rows.filter(is_new).withColumn("first_readable_day", first_readable_day)
     of_new = filter_readable_after(of_new, "item", start_us - 1)
     return rows.filter(~is_new).unionByName(of_new.select(rows.columns))
+
+
+def _with_day_of_use(lake: Lake, rows: DataFrame, days: DayRange) -> DataFrame:
+    """Versions with the first `day` on which they are read: that of the item, or a later one.
+
+    Static rows have no day. One that was added to its source after its item had been seen is read
+    from the first of the given days on.
+    """
+    landing_day, schema = F.col("day"), schemas.first_item_versions(lake.spec)
+    if lake.exists(schema.name):
+        known = spark_io.read_table(lake, schema).filter(F.col("day") < F.lit(days[0]))
+        known = known.select("item_index").distinct().withColumn("was_known", F.lit(True))
+        rows = rows.join(known, "item_index", "left")
+        is_added = (landing_day == F.lit(STATIC_DAY)) & F.col("was_known").isNull()
+        landing_day = F.when(is_added, F.lit(days[0])).otherwise(landing_day)
+    return rows.withColumn("day", F.greatest(landing_day, "first_seen_day")).drop("was_known")
 
 
 def build_first_item_versions(lake: Lake, first_day: date) -> None:

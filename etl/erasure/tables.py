@@ -15,12 +15,13 @@ from etl.erasure.erased_users import payload_words
 from etl.event_time import day_end_sql
 from etl.ingest.readers import PAYLOAD, parse_quarantined, raw_value
 from etl.ingest.run import count_stored_records, write_ingest_metrics
-from etl.label_versions import rebuild_label_snapshots
+from etl.label_versions import build_label_snapshots
 from etl.spec.model import DataSpec
 from etl.spec.report_sources import AudienceLabelSource
 from etl.spec.sections import RetainedTable
 from etl.spec.sources import AttributeSource, EventLogSource, ImpressionLogSource, Source
 from etl.tables import schemas, spark_io, user_schemas
+from etl.tables.audience_schemas import audience_label_snapshots
 from etl.tables.erased_versions import record_erasure
 from etl.tables.lake import Lake, commit_metadata, last_commit_metadata
 from etl.tables.maintenance import first_kept_days
@@ -113,7 +114,8 @@ def erase_from_tables(scope: ErasureScope) -> dict[str, int]:
         remove_snapshots_from(lake, schemas.attribute_snapshots(lake.spec, "user"), scope.before)
         build_version_snapshots(lake, "user", scope.before)
     if scope.before is not None and lake.exists("audience_labels"):
-        rebuild_label_snapshots(lake, scope.before)
+        remove_snapshots_from(lake, audience_label_snapshots(lake.spec), scope.before)
+        build_label_snapshots(lake, scope.before)
     recount_ingest_metrics(lake)
     record_erasure(lake, list(erased))
     return erased

@@ -36,6 +36,7 @@ class RawSelection:
     root: str
     days: DayRange
     corrupt_files: Collection[str] = ()  # URIs of files to be read as far as possible
+    allow_empty_days: bool = False  # days may have no events
 
 
 @dataclass(frozen=True)

@@ -95,23 +95,26 @@ def records_by_day(groups: Iterable[RecordGroup]) -> dict[date | None, int]:
 
 
 def check_bad_record_rate(
-    spec: DataSpec, groups: Iterable[RecordGroup], raw: str, days: DayRange
+    spec: DataSpec, groups: Iterable[RecordGroup], selection: RawSelection
 ) -> None:
-    """Raise UserError if a day has no valid events or too many bad records.
+    """Raise UserError if a day has too many bad records, or no valid events where it needs some.
 
     `max_bad_record_rate` applies to all records of a day, to those of each log, and to those of
     each log and surface. Records that name an unknown event are not bad: a log of conversions may
     hold those of other channels.
     """
     groups = list(groups)
-    for day in date_range(*days):
+    for day in date_range(*selection.days):
         of_day = [group for group in groups if group.day == day]
-        if not sum(group.num_valid for group in of_day):
+        if not sum(group.num_valid for group in of_day) and not selection.allow_empty_days:
             reasons = _format_reasons(of_day)
             detail = f" (quarantined: {reasons})" if reasons else ""
             filters = any(log.where for log in spec.log_sources.values())
             check = "--days, and `where` of the sources" if filters else "--days"
-            raise UserError(f"no events of {day} in {raw}{detail}; check {check}")
+            raise UserError(
+                f"no events of {day} in {selection.root}{detail}; check {check} (or pass "
+                "--allow-empty-days if there were none)"
+            )
         _check_group_rate(spec, of_day, f"of {day}")
         for log in sorted({group.log for group in of_day}):
             of_log = [group for group in of_day if group.log == log]

@@ -6,7 +6,7 @@ Which valid events are used: one copy of each, on time, and within the cap per u
 import functools
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, timedelta
@@ -39,13 +39,15 @@ from etl.ingest.quarantine import (
 )
 from etl.ingest.readers import UnreadableFileError, translate_read_errors, with_line_numbers
 from etl.spec.model import DataSpec
-from etl.spec.units import MICROS, DayRange
+from etl.spec.units import MICROS, DayRange, date_range
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake, arrow_schema
 from etl.tables.schemas import NO_DAY
 
 
-def ingest(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
+def ingest(
+    lake: Lake, raw: str, days: DayRange, *, allow_empty_days: bool = False
+) -> dict[str, int]:
     """Replace a range of days of `events`, `quarantine`, `excluded_events` and `ingest_metrics`.
 
     Files that cannot be read to their end are read as far as possible: after the first of them has
@@ -55,8 +57,9 @@ def ingest(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
         The totals of the new rows of `ingest_metrics`.
 
     Raises:
-        UserError: If files are missing, a column that the spec names has no values, a day has no
-            events or too many bad records, or the days before these have not been ingested.
+        UserError: If files are missing, a column that the spec names has no values, a day has too
+            many bad records or, unless `allow_empty_days`, no events, or the days before these have
+            not been ingested.
     """
     _check_no_gap(lake, days)
     file_states = file_states_by_day(lake.spec.sources, raw, days)
@@ -66,7 +69,8 @@ def ingest(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
     while True:
         try:
             with translate_read_errors():
-                totals = _ingest_once(lake, raw, days, corrupt_files)
+                selection = RawSelection(raw, days, corrupt_files, allow_empty_days)
+                totals = _ingest_once(lake, selection)
             record_ingested_files(lake.root, file_states)
             return totals
         except UnreadableFileError as error:
@@ -104,15 +108,12 @@ def check_no_later_days(lake: Lake, days: DayRange) -> None:
         )
 
 
-def _ingest_once(
-    lake: Lake, raw: str, days: DayRange, corrupt_files: Collection[str]
-) -> dict[str, int]:
+def _ingest_once(lake: Lake, selection: RawSelection) -> dict[str, int]:
     spec = lake.spec
-    selection = RawSelection(raw, days, corrupt_files)
     logged_records = read_logs(spec, selection)
     with (
         spark_io.cached(logged_records) as records,
-        with_named_fields(lake, records, lookup_days(spec, days)) as all_records,
+        with_named_fields(lake, records, lookup_days(spec, selection.days)) as all_records,
     ):
         return _ingest_records(lake, selection, all_records)
 
@@ -125,11 +126,12 @@ def _ingest_records(lake: Lake, selection: RawSelection, all_records: DataFrame)
     is_counted = is_of_days & F.col("reasons").isNotNull()  # null: erased or skipped
     records = all_records.filter(is_counted)
     groups = count_record_groups(spec, records)
-    check_bad_record_rate(spec, groups, selection.root, days)
+    check_bad_record_rate(spec, groups, selection)
     check_declared_columns(spec, groups, selection)
     is_invalid = F.col("reasons") != ""
     valid, invalid = records.filter(~is_invalid), records.filter(is_invalid)
-    records_read = {day or NO_DAY: n for day, n in records_by_day(groups).items()}
+    records_read = dict.fromkeys(date_range(*days), 0)
+    records_read |= {day or NO_DAY: n for day, n in records_by_day(groups).items()}
     with split_events(lake, valid, days) as event_split:
         metrics = compute_ingest_metrics(records_read, event_split, invalid)
         # Line numbers count all records of a file, including those of other days.

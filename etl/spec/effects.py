@@ -63,7 +63,7 @@ EVENT_TABLES = KeyEffect(
 LABEL_TABLES = KeyEffect(("impressions", "late_retractions", *CAMPAIGN_DAYS))
 OBJECTIVE_TABLES = KeyEffect((*LABEL_TABLES.tables, "teacher_predictions"))  # of other labels
 AUXILIARY_LABEL_TABLES = KeyEffect(("impressions",))
-CONTEXT_TABLES = KeyEffect(("events", "excluded_events", *EXAMPLES))
+CONTEXT_TABLES = KeyEffect(("events", "excluded_events", "ingest_metrics", *EXAMPLES))
 USER_ATTRIBUTES = ("attributes_user", "attributes_user_snapshots")
 ITEM_ATTRIBUTES = ("attributes_item", "attributes_item_snapshots")
 ITEM_VERSIONS = ("item_versions", "first_item_versions")
@@ -84,6 +84,8 @@ AUDIENCE_TABLES = KeyEffect((*LABELS, "audits", *AUDIENCE_COUNTS))
 AUDIENCE_COUNT_TABLES = KeyEffect(AUDIENCE_COUNTS)
 AUDIENCE_QUALITY_TABLES = KeyEffect(("audience_quality",))
 FORECAST_TABLES = KeyEffect(("forecast_sample", "forecast_margins", "forecast_sketches"))
+# Forecasts have a column for the labels of each provider.
+PROVIDER_TABLES = KeyEffect((*AUDIENCE_TABLES.tables, *FORECAST_TABLES.tables))
 ROI_TABLES = KeyEffect(CAMPAIGN_DAYS)
 ROI_SOURCE_TABLES = KeyEffect(("campaign_spend", *ROI_TABLES.tables))
 ROI_CURVES = KeyEffect(("response_curves",))
@@ -152,7 +154,7 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "auction.terms.*.min_quality": SERVING,
     "auction.terms.*.objective_values.*": SERVING,
     "audiences.*.classes": AUDIENCE_TABLES,
-    "audiences.*.providers": AUDIENCE_TABLES,
+    "audiences.*.providers": PROVIDER_TABLES,
     "audiences.*.campaign": AUDIENCE_COUNT_TABLES,
     "audiences.*.window": AUDIENCE_QUALITY_TABLES,
     "audiences.*.min_count": AUDIENCE_QUALITY_TABLES,

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import cast
-from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -14,7 +13,7 @@ import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 
 from etl.errors import UserError
-from etl.tables.lake import Lake, arrow_schema, commit_metadata, create_table
+from etl.tables.lake import Lake, arrow_schema, commit_metadata, create_table, table_root
 from etl.tables.table_schema import TableSchema
 from etl.tables.uri import StoragePath, resolve_uri
 
@@ -103,9 +102,8 @@ class Snapshot:
         self, path: str, partition: Mapping[str, object], columns: list[str]
     ) -> pq.ParquetFile:
         """A data file of the table, which has some columns."""
-        root = unquote(self.table.table_uri.removeprefix("file://"))
         try:
-            file = _open_parquet(resolve_uri(root) / path)
+            file = _open_parquet(resolve_uri(table_root(self.table)) / path)
         except FileNotFoundError:
             raise UserError(
                 f"version {self.version} of table {self.schema.name} has been vacuumed "

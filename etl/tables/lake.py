@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -177,6 +178,12 @@ def commit_metadata(**values: object) -> str:
     return json.dumps(values, sort_keys=True, default=str)
 
 
+def table_root(table: DeltaTable) -> str:
+    """The folder or URL of a table, as it was opened: delta-rs returns the URL of a folder."""
+    uri = table.table_uri
+    return unquote(uri.removeprefix("file://")) if uri.startswith("file://") else uri
+
+
 def last_commit_metadata(table: DeltaTable) -> dict[str, Any]:
     """What the last write until a table's version recorded, by Spark or by `etl.tables.arrow`.
 
@@ -184,7 +191,7 @@ def last_commit_metadata(table: DeltaTable) -> dict[str, Any]:
     Entries of the log are read from that of the version backwards, until one has metadata:
     `DeltaTable.history` begins with the latest commit whatever the table's version is.
     """
-    entries = resolve_uri(table.table_uri, "_delta_log")
+    entries = resolve_uri(table_root(table), "_delta_log")
     for version in range(table.version(), -1, -1):
         entry = read_text_if_exists(entries / f"{version:020d}.json")
         if entry is None:  # the entries before it have expired

@@ -6,7 +6,7 @@ same snapshots. State at the end of another day is the latest snapshot before it
 """
 
 from collections.abc import Callable
-from datetime import date
+from datetime import date, timedelta
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
@@ -14,6 +14,7 @@ from pyspark.sql import functions as F
 from etl.spec.units import date_range
 from etl.tables import spark_io
 from etl.tables.lake import Lake, create_table
+from etl.tables.schemas import NO_DAY
 from etl.tables.table_schema import TableSchema
 
 DAYS_PER_SNAPSHOT = 7
@@ -34,11 +35,20 @@ def build_snapshots(
 ) -> None:
     """Write the snapshots of a day and of later ones, up to the last day of the table `source`.
 
+    If the week before the day has no snapshot, because no rows of the source were that late until
+    now, it gets one, too: some sources have no rows on some days of the week.
+
     `state_at_end_of` returns the rows of the snapshot of a day, without the column `day`. It may
     read earlier snapshots, which are written first.
     """
-    last_day, version = lake.latest_day(source), lake.version(source)
-    for day in snapshot_days(first_day, last_day) if last_day else []:
+    days = [day for day in lake.rows_by_day(source) if day != NO_DAY]
+    if not days:
+        return
+    latest, version = lake.latest_day(schema.name, before=first_day), lake.version(source)
+    first = max(first_day - timedelta(days=DAYS_PER_SNAPSHOT - 1), min(days))
+    if latest is not None:
+        first = max(first, latest + timedelta(days=1))
+    for day in snapshot_days(first, max(days)):
         rows = state_at_end_of(day).withColumn("day", F.lit(day))
         spark_io.replace_partitions(lake, schema, rows, f"day = '{day}'", {source: version})
 

@@ -7,9 +7,10 @@ from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
 from etl.attribute_versions import first_item_values
+from etl.event_time import day_end_sql
 from etl.label_versions import labels_from
 from etl.spec.sections import UNKNOWN_LABEL
-from etl.spec.units import DayRange
+from etl.spec.units import MICROS, DayRange
 from etl.tables import audience_schemas, schemas, spark_io
 from etl.tables.lake import Lake
 
@@ -32,10 +33,14 @@ def _counts_of(lake: Lake, name: str, days: DayRange, versions: dict[str, int]) 
     events = spark_io.read_table(lake, schemas.events(spec), versions["events"])
     impressions = events.filter(spark_io.day_range_predicate(*days))
     impressions = impressions.filter(F.col("type") == spec.event_codes[spec.impression_type])
-    values = first_item_values(lake, audience.campaign).select("item_id", "item_attribute")
+    values = first_item_values(lake, audience.campaign)
     impressions = impressions.join(values, "item_id")
-    impressions = impressions.filter("item_attribute IS NOT NULL").select(
-        "user_id", F.col("event_ts").alias("ts"), F.col("item_attribute").alias("campaign"), "day"
+    is_known = F.col("item_attribute").isNotNull() & (F.col("item_landing_day") <= F.col("day"))
+    # A device's clock may run ahead: labels of the day after have not landed yet.
+    day_end_us = F.expr(f"{day_end_sql(spec)} * {MICROS['s']}")
+    impressions = impressions.filter(is_known).select(
+        *("user_id", F.least("event_ts", "ingest_ts", day_end_us).alias("ts")),
+        *(F.col("item_attribute").alias("campaign"), "day"),
     )
     first_event_day = days[0] - timedelta(days=spec.allowed_lateness_days + 1)
     stored = labels_from(lake, first_event_day, versions["audience_labels"])

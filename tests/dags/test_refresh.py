@@ -98,6 +98,11 @@ def test_steps_of_a_refresh_name_its_days_and_its_end(spec: DataSpec, folder: Pa
     assert plan.surfaces == ("feed",)
     steps = refresh_steps(spec, PipelinePaths(SPEC, "raw", "lake"), plan)
     arguments = {step.name: dict(parse_command(step.command)) for step in steps}
+    assert {"audience", "campaign_days"} < arguments.keys(), (
+        "the daily run does not read them again"
+    )
+    assert not {"audience_quality", "response_curves"} & arguments.keys()
+    assert all("missing_sources" in arguments[s.name] for s in steps if "raw" in s.reads)
     assert [*arguments][-3:] == ["teacher_predictions", "refit-feed", "feature_store"]
     for name, values in arguments.items():
         assert values.get("days", plan.days) == plan.days, name

@@ -40,6 +40,10 @@ def fewer_providers(spec: dict[str, Any]) -> None:
     spec["audiences"]["age_band"]["providers"].remove("corvid")
 
 
+def more_providers(spec: dict[str, Any]) -> None:
+    spec["audiences"]["age_band"]["providers"].append("dunnock")
+
+
 def campaigns_by_goal(spec: dict[str, Any]) -> None:
     spec["audiences"]["age_band"]["campaign"] = "goal"
 
@@ -85,13 +89,14 @@ def fewer_events(spec: dict[str, Any]) -> None:
 
 
 REBUILT: dict[SpecChange, set[str]] = {
-    fewer_providers: AUDIENCES,
+    fewer_providers: AUDIENCES | SCORED,
+    more_providers: AUDIENCES | SCORED,
     campaigns_by_goal: COUNTS,
     window_of_audits: {"audience_quality"},
     fewer_targeting_attributes: SCORED,
     other_groups: CAMPAIGN_DAYS,
     window_of_curves: {"response_curves"},
-    no_audiences: AUDIENCES,
+    no_audiences: AUDIENCES | SCORED,
     no_forecast: FORECASTS,
     no_roi: {"campaign_spend", *CAMPAIGN_DAYS},
     wider_window: {*CAMPAIGN_DAYS, *SCORED},
@@ -105,8 +110,15 @@ REBUILT: dict[SpecChange, set[str]] = {
 
 
 READ_BY_NO_MODEL = {
-    *(fewer_providers, campaigns_by_goal, window_of_audits, fewer_targeting_attributes),
-    *(other_groups, window_of_curves, no_audiences, no_forecast, no_roi),
+    *(fewer_providers, more_providers, campaigns_by_goal, window_of_audits),
+    *(
+        fewer_targeting_attributes,
+        other_groups,
+        window_of_curves,
+        no_audiences,
+        no_forecast,
+        no_roi,
+    ),
 }
 
 

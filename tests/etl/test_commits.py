@@ -34,9 +34,9 @@ def maintain(own: Lake) -> None:
 def written(tmp_path: Path) -> tuple[Lake, list[int | None]]:
     """A table of many writes, some of them followed by maintenance, and the last write by version.
 
-    The first version creates the table.
+    The first version creates the table. Its path is not a URL as it is.
     """
-    own = Lake(str(tmp_path), load_spec(SPEC))
+    own = Lake(str(tmp_path / "my läke"), load_spec(SPEC))
     last_writes: list[int | None] = [None]
     for number in range(NUM_WRITES):
         write(own, number)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
+from etl.errors import UserError
 from etl.ingest.run import ingest
 from etl.spec import load_spec
 from etl.spec.units import DAY
@@ -92,5 +93,23 @@ def test_a_day_of_which_no_event_is_kept_is_ingested(
         build_tables(lake, raw, (day, day), data_until=lake.spec.day_end(day))
     for name in ("events", "impressions", "examples"):
         assert {row["day"] for row in rows(lake, name)} == {days[0], days[2]}
+    kept = {row["day"]: row["kept"] for row in rows(lake, "ingest_metrics")}
+    assert kept == dict(zip(days, (1, 0, 1), strict=True))
+
+
+def test_a_day_without_events_is_ingested_only_on_request(
+    spark: SparkSession, lake: Lake, tmp_path: Path
+) -> None:
+    raw, days = tmp_path / "raw", [day_after(number) for number in range(3)]
+    for day in (days[0], days[2]):
+        write_log(raw, day, [impression(lake, day, f"of {day}")])
+    ingest(lake, str(raw), (days[0], days[0]))
+    without_log = Lake(lake.root, lake.spec.allow_missing_sources(["log"]))
+    with pytest.raises(UserError, match=f"no events of {days[1]} .*--allow-empty-days"):
+        ingest(without_log, str(raw), (days[1], days[1]))
+    with pytest.raises(UserError, match="have not been ingested"):
+        ingest(lake, str(raw), (days[2], days[2]))
+    ingest(without_log, str(raw), (days[1], days[1]), allow_empty_days=True)
+    ingest(lake, str(raw), (days[2], days[2]))
     kept = {row["day"]: row["kept"] for row in rows(lake, "ingest_metrics")}
     assert kept == dict(zip(days, (1, 0, 1), strict=True))

@@ -3,17 +3,20 @@
 import json
 from collections import Counter
 from collections.abc import Iterable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 import yaml
 from pyspark.sql import SparkSession
 
 from etl.reports import AUDIENCE_REPORTS, load_reports
 from etl.tables import audience_schemas, schemas
-from etl.tables.arrow import snapshot
-from etl.tables.lake import Lake, last_commit_metadata
+from etl.tables.arrow import replace_rows, snapshot
+from etl.tables.lake import Lake, arrow_schema, last_commit_metadata
+from etl.tables.table_schema import TableSchema
 from features.audience.counts import count_audiences, join_labels
 from gemline import main
 from tests.conftest import FIRST, LAST
@@ -131,6 +134,35 @@ def test_of_labels_of_one_time_that_of_the_latest_day_counts(spark: SparkSession
         ("acme",),
     )
     assert [row["labels"] for row in labelled.collect()] == [["new"]] * 20
+
+
+def test_counts_of_a_day_do_not_depend_on_the_days_that_are_counted_with_it(
+    own: Lake, spark: object
+) -> None:
+    """An impression whose device has a fast clock occurs on the day after it has landed."""
+    eve, midnight = LAST - timedelta(days=1), own.spec.day_start(LAST) * 10**6
+    code = own.spec.event_codes[own.spec.impression_type]
+    logged = schemas.events(own.spec)
+    events = snapshot(own, logged).read(day=eve).to_pylist()
+    row = next(row for row in events if row["type"] == code)
+    row |= {"event_ts": midnight + 20 * 60 * 10**6, "ingest_ts": midnight - 1}
+    replace(own, logged, events, eve)
+    delivered = audience_schemas.audience_labels(own.spec)
+    label = {
+        "audience": AUDIENCE, "provider": "acme", "user_id": row["user_id"], "label": "55+",
+        "valid_from": midnight, "day": LAST,
+    }  # fmt: skip
+    replace(own, delivered, [*snapshot(own, delivered).read(day=LAST).to_pylist(), label], LAST)
+    count_audiences(own, (eve, eve))
+    alone = [row for row in rows(own, "audience_counts") if row["day"] == eve]
+    count_audiences(own, (eve, LAST))
+    assert [row for row in rows(own, "audience_counts") if row["day"] == eve] == alone
+
+
+def replace(lake: Lake, schema: TableSchema, new_rows: list[dict[str, Any]], day: date) -> None:
+    """Replace the rows of a day."""
+    table = pa.Table.from_pylist(new_rows, arrow_schema(schema))
+    replace_rows(lake, schema, table, f"day = '{day}'", {})
 
 
 def test_a_day_can_be_loaded_and_counted_again(own: Lake, raw: Path, spark: object) -> None:
