@@ -104,8 +104,8 @@ def refresh_flags(plan: RefreshPlan) -> ModelFlags:
 def refresh_steps(spec: DataSpec, paths: PipelinePaths, plan: RefreshPlan) -> list[Step]:
     """The steps of a refresh in order; the values of its plan may be templates.
 
-    Reports of earlier days that came later are loaded, too: the daily run will find that their
-    files have been read. What is fitted to them waits for it.
+    Late reports of earlier days are loaded, too, because their files are recorded as read and the
+    next daily run skips them. Models are fitted to them by that run.
     """
     flags = refresh_flags(plan)
     raw_flags = ("--missing-sources", plan.missing_sources)
