@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from pydantic import Field
 
 from dags.pipeline import GEM_MODEL_DIR, latest_mature_split, pipeline_steps
 from dags.runner import carry_over_step_states, pending_steps, run_pipeline, run_steps
@@ -133,7 +134,11 @@ def _confirm(question: str) -> None:
     """Ask on the terminal; raises UserError unless the answer is yes."""
     if not sys.stdin.isatty():
         raise UserError("nothing was changed: pass --yes to upgrade without confirmation")
-    if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
+    try:
+        answer = input(f"{question} [y/N] ")
+    except EOFError:
+        answer = ""
+    if answer.strip().lower() not in ("y", "yes"):
         raise UserError("nothing was changed")
 
 
@@ -236,6 +241,7 @@ class AirflowArgs(LakeArgs):
     raw: Annotated[str, tyro.conf.arg(help="folder or URL of the raw logs")]
     days: Annotated[
         tuple[str, ...],
+        Field(min_length=1),
         tyro.conf.arg(help="one run each, in order: 2026-01-01:2026-01-09 2026-01-10"),
     ]
     home: Annotated[Path, tyro.conf.arg(help="folder of Airflow's database and logs")] = (

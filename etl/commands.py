@@ -133,7 +133,7 @@ def simulate(args: SimulateArgs) -> None:
 
     content = read_yaml_mapping(args.simulator)
     try:
-        config = SimulatorConfig(**content)
+        config = SimulatorConfig.model_validate(content)
     except ValidationError as error:
         raise UserError(f"{args.simulator}: {format_validation_error(error)}") from None
     write_logs(config, args.out)

@@ -14,7 +14,7 @@ from etl.cli.runner import (
     format_data_until,
     holds_leases,
     parse_data_until,
-    parse_days_argument,
+    parse_day_argument,
 )
 from etl.errors import UserError
 from etl.event_time import format_utc
@@ -256,7 +256,7 @@ def off_policy(args: OffPolicyArgs) -> None:
 
     lake = args.open_lake()
     lake.spec.require_ad_surface(args.surface)
-    _, data_until = parse_days_argument(args.data_until, "--data-until")
+    data_until = parse_day_argument(args.data_until, "--data-until")
     Console().print(evaluate_policy(lake, args.surface, args.day_range, data_until))
 
 

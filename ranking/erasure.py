@@ -66,7 +66,13 @@ class EraseArgs(LakeArgs):
         if self.users is not None:
             if not self.users.is_file():
                 raise UserError(f"--users {self.users}: there is no such file")
-            ids |= {line.strip() for line in self.users.read_text().splitlines()}
+            try:
+                text = self.users.read_text("utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"--users {self.users} is not UTF-8 ({error.reason}): save it in this encoding"
+                ) from None
+            ids |= {line.strip() for line in text.splitlines()}
         ids.discard("")
         if not ids:
             raise UserError("no ids of users are given: pass --user or --users")
@@ -126,9 +132,14 @@ def erase_users(lake: Lake, ids: list[str], before: date | None = None) -> dict[
     from etl.runtime.spark import spark_session
     from features.history.compact import require_not_compacted
 
-    if before is not None:
-        require_not_compacted(lake, before)
     now = int(time.time())
+    if before is not None:
+        if before > lake.spec.day_of(now):
+            raise UserError(
+                f"--before {before} is in the future: later events of these users would be left "
+                "out for good; name today or an earlier day"
+            )
+        require_not_compacted(lake, before)
     until_ts = erased_until(lake, before, now) * MICROS["s"]
     users = spark_session("erase").createDataFrame(pa.table({"user_id": ids}))
     record_erased_users(lake, users, until_ts, lake.spec.day_of(now))

@@ -13,7 +13,14 @@ import tyro
 import yaml
 from pydantic import Field
 
-from etl.cli.runner import PROCESS_START, DayArgs, LakeArgs, holds_leases, parse_days_argument
+from etl.cli.runner import (
+    PROCESS_START,
+    DayArgs,
+    LakeArgs,
+    holds_leases,
+    parse_day_argument,
+    parse_days_argument,
+)
 from etl.errors import UserError, error_from_exit_code
 from etl.spec.units import DaySplit
 from training.config import ParallelismConfig, TrainConfig
@@ -37,10 +44,10 @@ class SplitArgs(LakeArgs):
         """The days; raises UserError if they overlap or are not in order."""
         train_first, train_last = parse_days_argument(self.train, "--train")
         test_first, test_last = parse_days_argument(self.test, "--test")
-        data_until, _ = parse_days_argument(self.data_until, "--data-until")
+        data_until = parse_day_argument(self.data_until, "--data-until")
         calibration = None
         if self.calibration:
-            calibration, _ = parse_days_argument(self.calibration, "--calibration")
+            calibration = parse_day_argument(self.calibration, "--calibration")
         between = [calibration] if calibration else []
         order = [train_first, train_last, *between, test_first, test_last, data_until]
         overlap = train_last == test_first or calibration in {train_last, test_first}
@@ -63,7 +70,7 @@ class GemArgs(DayArgs, TrainConfig):
     """Days to train GEM on, and the configuration of training."""
 
     processes: Annotated[
-        int, tyro.conf.arg(help="training processes on this machine, started by torchrun")
+        int, Field(ge=1), tyro.conf.arg(help="processes on this machine, started by torchrun")
     ] = 1
     device: Annotated[
         Literal["auto", "cpu", "cuda"],

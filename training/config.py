@@ -10,6 +10,7 @@ from etl.spec.base import StrictModel
 from training.model.config import SCALES, GemConfig, GemOptions, Scale, SizeName
 
 Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -93,15 +94,17 @@ class TrainConfig(StrictModel):
     batch_rows: Annotated[
         int, Field(ge=1), tyro.conf.arg(help="impressions per batch and process, approximately")
     ] = 128
-    dense_lr: Annotated[float, tyro.conf.arg(help="learning rate of dense weights (AdamW)")] = 1e-3
+    dense_lr: Annotated[
+        NotNegative, tyro.conf.arg(help="learning rate of dense weights (AdamW)")
+    ] = 1e-3
     dense_optimizer: Annotated[
         Literal["adamw", "muon"],
         tyro.conf.arg(help="muon: orthogonal steps for matrices of hidden layers, else AdamW"),
     ] = "adamw"
     embedding_lr: Annotated[
-        float, tyro.conf.arg(help="learning rate of embedding tables (row-wise AdaGrad)")
+        NotNegative, tyro.conf.arg(help="learning rate of embedding tables (row-wise AdaGrad)")
     ] = 0.005
-    weight_decay: Annotated[float, tyro.conf.arg(help="weight decay of dense weights")] = 0.01
+    weight_decay: Annotated[NotNegative, tyro.conf.arg(help="weight decay of dense weights")] = 0.01
     max_grad_norm: Annotated[
         Positive | None,
         tyro.conf.arg(help="clip the dense gradients to this norm over all weights"),

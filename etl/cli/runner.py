@@ -86,6 +86,14 @@ def parse_days_argument(text: str, flag: str = "--days") -> DayRange:
         ) from None
 
 
+def parse_day_argument(text: str, flag: str) -> date:
+    """The day of a flag's value; raises UserError if it is not one day."""
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise UserError(f"{flag} {text}: write one day, such as 2026-01-08") from None
+
+
 DataUntilTime = Annotated[
     str,
     tyro.conf.arg(
@@ -241,7 +249,7 @@ def read_yaml_mapping(file: Path) -> dict[str, Any]:
         content = yaml.safe_load(file.read_text("utf-8")) or {}
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 ({error.reason}): save it in this encoding") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise UserError(f"{file}: a configuration must be a mapping of names to values")
@@ -260,7 +268,7 @@ def _mapping_to_flags(
         if key not in model.model_fields:
             name = ".".join((*path, str(key)))
             raise UserError(
-                f"{file}: {name}: unknown key; {suggest_name(key, list(model.model_fields))}"
+                f"{file}: {name}: unknown key; {suggest_name(str(key), list(model.model_fields))}"
             )
         flag = ".".join((*path, key)).replace("_", "-")
         if isinstance(value, dict):

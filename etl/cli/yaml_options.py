@@ -11,10 +11,18 @@ from pydantic import TypeAdapter
 def yaml_option(type_: Any) -> tyro.constructors.PrimitiveConstructorSpec[Any]:
     """A tyro constructor that parses an option of type `type_` from one argument of YAML."""
     adapter = TypeAdapter(type_)
+
+    def parse(words: list[str]) -> Any:
+        try:
+            content = yaml.safe_load(words[0])
+        except yaml.YAMLError as error:  # tyro reports a ValueError
+            raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
+        return adapter.validate_python(content)
+
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="YAML",
-        instance_from_str=lambda words: adapter.validate_python(yaml.safe_load(words[0])),
+        instance_from_str=parse,
         is_instance=lambda value: isinstance(value, Mapping),
         str_from_instance=lambda value: [str(adapter.dump_python(value))],
     )

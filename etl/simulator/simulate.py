@@ -182,7 +182,12 @@ def simulate(config: SimulatorConfig, out: Path) -> None:
             raise UserError(f"{out} holds other files: remove it or choose another folder")
         print(f"{out} already holds this run")
         return
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise UserError(
+            f"{out.parent} cannot be made ({error.strerror}): name another folder"
+        ) from None
     with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
         folder = Path(scratch) / out.name
         folder.mkdir()

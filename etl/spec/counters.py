@@ -85,7 +85,7 @@ class CounterSpec(StrictModel):
     the last event, functions of numbers, and distinct counts.
     """
 
-    windows: tuple[Duration, ...] = Field(min_length=1)
+    windows: tuple[Annotated[Duration, Field(ge=1)], ...] = Field(min_length=1)
     """How long before the impression events are counted."""
     events: tuple[EventName, ...] = Field(min_length=1)
     """Types of events that are counted."""

@@ -32,7 +32,7 @@ def load_spec(path: Path) -> DataSpec:
         raw = yaml.safe_load(text)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 ({error.reason}): save it in this encoding") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise UserError(f"{path}: not valid YAML: {error}") from None
     duplicates = [f"{path}:{line}: {key}: duplicate key" for key, line in duplicate_keys(root)]
     if duplicates:

@@ -228,7 +228,9 @@ def read_records(file: Path, kind: str) -> Iterator[Mapping[str, Any]]:
         io.TextIOWrapper(binary, "utf-8-sig", errors="replace", newline="") as text,
     ):
         if kind == "csv":
-            yield from csv.DictReader(text)
+            for row in csv.DictReader(text):
+                row.pop(None, None)  # cells beyond the header
+                yield row
             return
         for line in text:
             try:

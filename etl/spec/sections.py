@@ -115,7 +115,7 @@ class OutcomeLabel(StrictModel):
 
     event: EventName
     """Type of the event that makes the label 1."""
-    window: Duration
+    window: Duration = Field(ge=1)
     """How long after the impression the event may follow."""
     attribution: tuple[Touchpoint, ...] = ()
     """Touchpoints, the preferred first; default: the latest impression of the same item."""
@@ -233,7 +233,7 @@ class AudienceSpec(StrictModel):
     """Data providers that label users."""
     campaign: CategoryName
     """Item attribute that names the audited campaign of an ad."""
-    window: Duration = 28 * DAY
+    window: Duration = Field(default=28 * DAY, ge=DAY)
     """How far back audits are used."""
     min_count: int = Field(default=20, ge=1)
     """Fewest users of a published or bought label, and audited impressions of a campaign."""

@@ -213,12 +213,17 @@ def _recorded_in(entry: str) -> str | None:
 def ensure_lake_root(root: str) -> None:
     """Make the folder of a lake; in an object store, check that the bucket exists.
 
-    Raises UserError if the bucket does not exist or may not be read. Other errors of the store are
-    passed on.
+    Raises UserError if the folder cannot be made, or the bucket does not exist or may not be read.
+    Other errors of the store are passed on.
     """
     folder = resolve_uri(root)
     if isinstance(folder, Path):
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError, PermissionError) as error:
+            raise UserError(
+                f"{root} cannot be the folder of a lake ({error.strerror}): name another --lake"
+            ) from None
         return
     try:
         folder.fs.info(folder.drive)

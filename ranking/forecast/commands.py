@@ -164,9 +164,10 @@ def serve(args: ServeArgs) -> None:
     from ranking.forecast.tables import table_versions
     from ranking.forecast.worker import WorkerSettings
     from ranking.serving.auth import validate_exposure
-    from ranking.serving.server import UVICORN_OPTIONS
+    from ranking.serving.server import UVICORN_OPTIONS, require_free_port
 
     validate_exposure(args.host, args.allowed_hosts)
+    require_free_port(args.host, args.port)
     lake = args.open_lake()
     versions = table_versions(lake)  # fails here if there is no build
     spec = Path(args.spec).absolute()

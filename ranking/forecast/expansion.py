@@ -57,7 +57,7 @@ class NoiseSource:
     max_users: float
 
     def draw(self, quantity: str, key: int, total: float, largest: float) -> float:
-        """A factor that hides users; two answers that differ by one differ by more than this user.
+        """A noise factor that hides single users: answers with and without one differ by noise.
 
         Args:
             quantity: What is answered.

@@ -8,15 +8,18 @@ from pydantic import Field
 from etl.spec.base import StrictModel
 from etl.spec.sections import MAX_MONEY
 
+MAX_TEXT_LENGTH = 10_000
+# Only bounded strings refuse lone surrogates, which cannot be encoded.
+Text = Annotated[str, Field(max_length=MAX_TEXT_LENGTH)]
 PositiveMoney = Annotated[float, Field(gt=0, le=MAX_MONEY, allow_inf_nan=False)]
 
 
 class ForecastRequest(StrictModel):
     """A targeting, and the campaign to forecast, if any."""
 
-    targeting: str = ""
+    targeting: Text = ""
     """Condition on attributes, such as `country = 'US' and hour between 8 and 20`."""
-    goal: str | None = None
+    goal: Text | None = None
     """Goal of the campaign, one of `auction.goal_objectives`."""
     bid: PositiveMoney | None = None
     """What the campaign bids per event that it pays for."""
@@ -24,7 +27,7 @@ class ForecastRequest(StrictModel):
     """What the campaign spends at most in the flight."""
     frequency_cap: Annotated[int, Field(ge=1)] | None = None
     """Most impressions of a user in the flight."""
-    in_target: tuple[str, ...] = ()
+    in_target: Annotated[tuple[Text, ...], Field(max_length=1000)] = ()
     """True classes of an audience to reach, of whose data providers the targeting names one."""
     first_day: date | None = None
     """First day of the flight; by default the day after the sample."""

@@ -118,7 +118,9 @@ def campaign_table(
 
 def _read_table(path: Path, groups: tuple[str, ...]) -> pa.Table:
     if path.is_dir() and DeltaTable.is_deltatable(str(path)):
-        return usable_campaigns(DeltaTable(path).to_pyarrow_table())
+        table = _without_decimals(DeltaTable(path).to_pyarrow_table())
+        _require_columns(str(path), table, (*REQUIRED, *groups))
+        return usable_campaigns(table)
     return read_rows(path, ("campaign", "currency", *groups))
 
 
@@ -127,16 +129,27 @@ def read_rows(path: Path, texts: tuple[str, ...]) -> pa.Table:
 
     The columns `texts` of a CSV file are read as they are written: 007 and 7 are two campaigns.
     """
+    if path.is_dir():
+        raise UserError(f"{path} is a folder, but no Delta table: name a CSV or Parquet file")
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     try:
         table = pq.read_table(path) if path.suffix == ".parquet" else _read_csv(path, texts)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowInvalid, OSError) as error:  # OSError: a damaged archive, or no permission
         raise UserError(f"{path} is neither CSV nor Parquet: {error}") from None
     repeated = [name for name, columns in Counter(table.column_names).items() if columns > 1]
     if repeated:
         raise UserError(f"{path} has several columns {repeated[0]}: keep one")
-    return table
+    return _without_decimals(table)
+
+
+def _without_decimals(table: pa.Table) -> pa.Table:
+    """The table with decimals, as which amounts of money are often stored, as floats."""
+    fields = [
+        field.with_type(pa.float64()) if pa.types.is_decimal(field.type) else field
+        for field in table.schema
+    ]
+    return table.cast(pa.schema(fields))
 
 
 def _read_csv(path: Path, texts: tuple[str, ...]) -> pa.Table:
@@ -296,12 +309,17 @@ def _current_spend(table: pa.Table, index: npt.NDArray[np.intp], count: int) -> 
 
 
 def usable_campaigns(table: pa.Table) -> pa.Table:
-    """The rows of campaigns with spend on enough days that have final labels, and of late."""
+    """The rows of campaigns with spend on enough days that have final labels, and of late.
+
+    Without a column `arrived`, labels of all days are final.
+    """
     spent = table.filter(pc.greater(table["spend"], 0))
     days = np.unique(table["day"].to_numpy())[-CURRENT_DAYS:]
     of_late = spent.filter(pa.array(np.isin(spent["day"].to_numpy(), days)))
-    counts = spent.filter(pc.greater(spent["arrived"], 0)).group_by("campaign")
-    counts = counts.aggregate([("day", "count")])
+    final = spent
+    if "arrived" in table.column_names:
+        final = spent.filter(pc.greater(spent["arrived"], 0))
+    counts = final.group_by("campaign").aggregate([("day", "count")])
     enough = counts.filter(pc.greater_equal(counts["day_count"], MIN_DAYS))["campaign"]
     is_usable = pc.and_(
         pc.is_in(table["campaign"], enough.combine_chunks()),

@@ -91,6 +91,8 @@ def _limits(path: Path, table: pa.Table, name: str) -> Float64:
     if not (is_number or pa.types.is_null(column.type)):
         raise UserError(f"{path}: {name} is not a number in all rows")
     values = pc.fill_null(column.cast(pa.float64()), float("nan")).to_numpy()
+    if np.isinf(values).any():
+        raise UserError(f"{path}: {name} is not finite in some rows: leave the cell empty")
     if (values < 0).any():
         raise UserError(f"{path}: {name} is negative in some rows")
     return np.asarray(values, dtype=np.float64)

@@ -92,7 +92,7 @@ def plan_budgets(
 ) -> BudgetPlan:
     """The plan with the most value within the limits.
 
-    A conversion may be worth nothing, or less: such a campaign spends what it must.
+    A campaign whose conversions have no positive value gets its minimum spend.
     `value_deviation` (C) is the standard error of the log of the value of a conversion.
     With `drawn` curves (Thompson sampling) they decide the spends; values are by `curves`.
 

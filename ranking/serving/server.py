@@ -224,7 +224,8 @@ def health_server(host: str, port: int, status_folder: Path, num_workers: int) -
         listener = socket.create_server((host, port))
     except OSError as error:
         raise UserError(
-            f"cannot listen on {host}:{port} ({error.strerror}): choose another --health-port"
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another --health-port or "
+            "--health-host"
         ) from None
     config = uvicorn.Config(
         health_app(status_folder, num_workers),
@@ -242,6 +243,16 @@ def health_server(host: str, port: int, status_folder: Path, num_workers: int) -
         server.should_exit = True
         thread.join()
         listener.close()
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Raise UserError if an address cannot be listened on; uvicorn would exit with another code."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another --port or --host"
+        ) from None
 
 
 UVICORN_OPTIONS: dict[str, Any] = {
@@ -262,6 +273,7 @@ def run_server(settings: Settings, host: str, port: int, health_address: tuple[s
         port: The port to listen on.
         health_address: Host and port on which `/health` of all workers is answered.
     """
+    require_free_port(host, port)
     signal.signal(signal.SIGTERM, _exit_gracefully)
     if settings.use_compiled:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker ranks on one core

@@ -40,15 +40,17 @@ class InputLimits:
 
 
 SharedModule = Literal["tables", "events", "recency"]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 SamplingRate = Annotated[float, Field(gt=0, le=1)]
 
 
 class StudentConfig(StrictModel):
     """Sizes of a student; the widths are those of a small GEM, so that modules can be shared."""
 
-    embedding_dim: Annotated[int, tyro.conf.arg(help="width of an embedding row")] = 32
-    event_width: Annotated[int, tyro.conf.arg(help="width of an encoded event")] = 64
-    heads: Annotated[int, tyro.conf.arg(help="attention heads")] = 2
+    embedding_dim: Annotated[int, Field(ge=1), tyro.conf.arg(help="width of an embedding row")] = 32
+    event_width: Annotated[int, Field(ge=1), tyro.conf.arg(help="width of an encoded event")] = 64
+    heads: Annotated[int, Field(ge=1), tyro.conf.arg(help="attention heads")] = 2
     hidden: Annotated[tuple[int, int], tyro.conf.arg(help="widths of the hidden layers")] = (
         128,
         64,
@@ -75,9 +77,9 @@ class StudentConfig(StrictModel):
         Literal["attention", "mean", "sum"],
         tyro.conf.arg(help="how the earlier impressions are combined"),
     ] = "attention"
-    dropout: Annotated[float, tyro.conf.arg(help="dropout of the hidden layers")] = 0.1
+    dropout: Annotated[Share, tyro.conf.arg(help="dropout of the hidden layers")] = 0.1
     item_dropout: Annotated[
-        float, tyro.conf.arg(help="share of items that training replaces by the unknown item")
+        Share, tyro.conf.arg(help="share of items that training replaces by the unknown item")
     ] = 0.2
 
     @property
@@ -156,13 +158,17 @@ class StudentTrainConfig(StrictModel):
 
     model: StudentConfig = StudentConfig()
     distillation: DistillationConfig = DistillationConfig()
-    epochs: Annotated[int, tyro.conf.arg(help="passes over the training days")] = 1
-    batch_rows: Annotated[int, tyro.conf.arg(help="examples per batch")] = 128
-    dense_lr: Annotated[float, tyro.conf.arg(help="learning rate of dense weights (AdamW)")] = 2e-3
-    embedding_lr: Annotated[float, tyro.conf.arg(help="learning rate of embedding tables")] = 0.05
-    weight_decay: Annotated[float, tyro.conf.arg(help="weight decay of dense weights (AdamW)")] = (
-        0.01
-    )
+    epochs: Annotated[int, Field(ge=0), tyro.conf.arg(help="passes over the training days")] = 1
+    batch_rows: Annotated[int, Field(ge=1), tyro.conf.arg(help="examples per batch")] = 128
+    dense_lr: Annotated[
+        NotNegative, tyro.conf.arg(help="learning rate of dense weights (AdamW)")
+    ] = 2e-3
+    embedding_lr: Annotated[
+        NotNegative, tyro.conf.arg(help="learning rate of embedding tables")
+    ] = 0.05
+    weight_decay: Annotated[
+        NotNegative, tyro.conf.arg(help="weight decay of dense weights (AdamW)")
+    ] = 0.01
     negative_sampling_rate: Annotated[
         dict[str, SamplingRate],
         yaml_option(dict[str, SamplingRate]),

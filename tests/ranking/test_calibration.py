@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etl.spec import DataSpec
+from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
 from ranking.registry.manifest import MANIFEST
 from ranking.registry.ranker import rankers_folder
@@ -102,7 +103,7 @@ def test_the_prior_has_no_calibrations_of_objectives_that_a_surface_lacks(
     objectives = dict(lake_spec.objectives)
     objectives["conversion"] = objectives["conversion"].model_copy(update={"surfaces": ("reels",)})
     lake = Lake(str(tmp_path), lake_spec.model_copy(update={"objectives": objectives}))
-    shutil.copytree(folder, rankers_folder(lake.root, "feed") / "20260101-s0")
+    shutil.copytree(folder, local_path(rankers_folder(lake.root, "feed") / "20260101-s0"))
     (prior,) = load_earlier_calibrations(lake, date(2026, 1, 2))
     assert set(prior) == set(lake_spec.objectives) - {"conversion"}
 

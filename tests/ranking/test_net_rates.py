@@ -118,10 +118,11 @@ def test_net_rates_learn_each_outcome_once_when_its_time_for_a_retraction_has_en
 def test_refunds_that_become_visible_after_their_landing_day_count(tmp_path: Path) -> None:
     """One is logged an hour before midnight, and is visible after the label is final."""
     lake, noon, hour = Lake(str(tmp_path), SPEC), SPEC.day_start(FIRST) + DAY // 2, 3600
+    mature = noon + 14 * hour
     refund = {
         "impression_id": "shown", "user_id": "u1", "objective": "conversion", "surface": 0,
         "outcome_id": "bought", "retraction_id": "refunded", "retracted_ts": noon + 17 * hour,
-        "label_mature_ts": noon + 14 * hour, "outcomes_left": 0, "value": None, "day": FIRST,
+        "label_mature_ts": mature, "outcomes_left": 0, "value": None, "day": FIRST,
         "bucket": 0,
     }  # fmt: skip
     schema = label_schemas.late_retractions(SPEC)
@@ -132,7 +133,7 @@ def test_refunds_that_become_visible_after_their_landing_day_count(tmp_path: Pat
     for number in range(5):
         start = SPEC.day_start(FIRST) + number * DAY
         window = LabelWindow(start, start + DAY)
-        final = window.start - DAY <= refund["label_mature_ts"] < window.end - DAY
+        final = window.start - DAY <= mature < window.end - DAY
         found.append((final, len(_retracted_impressions(lake, "conversion", DAY, window)) > 0))
     assert (True, True) in found and (True, False) not in found
 

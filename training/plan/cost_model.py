@@ -67,9 +67,13 @@ def load_scenario(path: Path) -> Scenario:
     if not path.is_file():
         raise UserError(f"{path}: no such file; shipped scenarios are in conf/plans")
     try:
-        return Scenario.model_validate(yaml.safe_load(path.read_text()))
-    except yaml.YAMLError as error:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 ({error.reason}): save it in this encoding") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise UserError(f"{path}: not valid YAML: {error}") from None
+    try:
+        return Scenario.model_validate(content)
     except ValidationError as error:
         lines = (f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise UserError("\n".join(lines)) from None
