@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from etl.errors import UserError
 from etl.tables.lake import Lake
 from tests.training.fp8 import FP8, Model, normals
 from tests.training.many import Parallelism, some_batches, train, train_on_processes
@@ -149,6 +150,18 @@ def test_a_map_changes_the_layers_that_it_names_and_no_parameter_names() -> None
     hidden = exact.trunk[:2](x)
     difference = (model.trunk[2](hidden) - exact.trunk[2](hidden)).norm()
     assert 0.01 < difference / exact.trunk[2](hidden).norm() < 0.06
+
+
+def test_a_map_of_another_model_is_refused_and_layers_that_are_gone_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(UserError, match="has 1 of 1 layers that the model lacks, such as gone"):
+        apply_precision_map(Model(), PrecisionMap.uniform(["gone"], "bf16"))
+    apply_precision_map(Model(), PrecisionMap.uniform(["gone", "trunk.2"], "bf16"))
+    assert "has 1 of 2 layers that the model lacks, such as gone" in caplog.text
+    caplog.clear()
+    apply_precision_map(Model(), PrecisionMap.uniform(["trunk.2"], "bf16"))
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp8_tensor", "fp8_row"])

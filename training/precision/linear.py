@@ -3,6 +3,7 @@
 B rows, K inputs, N outputs.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -11,10 +12,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from etl.errors import UserError
 from training.precision.precision_map import PrecisionMap, RecipeName, SiteRecipes
 from training.precision.recipes import product
 
 # Modules whose linear layers may have low precision; heads, gates, norms and tables never do.
+log = logging.getLogger(__name__)
 PRECISION_MODULES = ("interaction", "history.encoder", "trunk")
 
 
@@ -102,9 +105,22 @@ def forward_hooks(layers: Mapping[str, nn.Linear], hook_of: Callable[[str], Any]
 def apply_precision_map(model: nn.Module, precision_map: PrecisionMap) -> None:
     """Give the linear layers of a model the recipes of a map, in place; names do not change.
 
-    Layers that the map lacks do not change.
+    Layers that the map lacks do not change. Layers that the model lacks are logged.
+
+    Raises:
+        UserError: The map is that of another model: all of its layers are missing.
     """
-    for name, layer in linear_sites(model):
+    layers = dict(linear_sites(model))
+    if missing := sorted(precision_map.sites.keys() - layers.keys()):
+        text = (
+            f"the precision map has {len(missing)} of {len(precision_map.sites)} layers that the "
+            f"model lacks, such as {missing[0]}: run `gemline train probe` on a GEM of this "
+            "configuration"
+        )
+        if len(missing) == len(precision_map.sites):
+            raise UserError(text)
+        log.warning(text)
+    for name, layer in layers.items():
         recipes = precision_map.sites.get(name)
         if recipes is not None and not recipes.is_fp32:
             set_recipes(layer, recipes)

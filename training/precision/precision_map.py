@@ -110,4 +110,9 @@ def read_precision_map(lake: str) -> PrecisionMap:
     try:
         return PrecisionMap.model_validate_json(text)
     except ValidationError as error:
-        raise UserError(f"{path} is not a map of recipes: {error.errors()[0]['msg']}") from None
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{path} is not a map of recipes: {key}: {first['msg']}; write it again with `gemline "
+            "train probe`"
+        ) from None
