@@ -128,7 +128,8 @@ def test_three_days_become_rankers_though_a_task_and_the_scheduler_are_killed(
     for name in TABLES:
         assert rows(own, name) == rows(built_at_once, name), name
     assert LAST not in {row["day"] for row in rows(own, "examples")}
-    for name in ADVERTISER_TABLES:
+    # No campaign has a conversion yet, which curves need; the first snapshot is of the fourth day.
+    for name in ADVERTISER_TABLES - {"response_curves", "audience_label_snapshots"}:
         assert rows(own, name), name
     refresh_the_fourth_day(address, own)
 
@@ -145,7 +146,8 @@ def refresh_the_fourth_day(address: str, lake: Lake) -> None:
 
     wait_for(refreshed, 1200)
     evening = lake.spec.day_start(LAST) + 18 * 3600
-    assert LAST in {row["day"] for row in rows(lake, "examples")}
+    for name in ("examples", "audience_counts", "audience_label_snapshots"):
+        assert LAST in {row["day"] for row in rows(lake, name)}, name
     for row in rows(lake, "impressions"):
         for name in lake.spec.objectives:
             is_final = row[f"label_mature_ts_{name}"] < evening * MICROS["s"]

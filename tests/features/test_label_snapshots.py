@@ -4,10 +4,12 @@ import random
 from collections.abc import Iterator
 from datetime import date, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyspark.sql import DataFrame
 
+from etl import reports
 from etl.label_versions import labels_from
 from etl.reports import AUDIENCE_REPORTS, load_reports
 from etl.spec import DataSpec
@@ -78,19 +80,21 @@ def test_labels_from_a_day_are_those_of_all_days(lake: Lake) -> None:
 def test_a_snapshot_does_not_outlive_the_labels_that_it_was_made_of(
     lake: Lake, raw: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Labels are loaded again, and the run is killed before it writes their snapshots."""
+    """Labels are loaded again, and the run is killed as soon as it has written them."""
+    write = reports._write_rows
+
+    def write_and_interrupt(*arguments: Any) -> None:
+        write(*arguments)
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
-        patch.setattr("etl.reports.build_label_snapshots", interrupt)
+        patch.setattr("etl.reports._write_rows", write_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
             load(lake, raw, [(5, 29)])
     assert not [day for day in lake.rows_by_day("audience_label_snapshots") if day >= DAYS[5]]
     load(lake, raw, [(29, 29)])
     end, all_labels = lake.spec.day_end(DAYS[-1]), labels_from(lake, date.min)
     assert valid_at(labels_from(lake, DAYS[-1]), end) == valid_at(all_labels, end)
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_labels_of_days_before_the_latest_snapshot_are_not_read(lake: Lake) -> None:
