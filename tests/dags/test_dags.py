@@ -190,10 +190,10 @@ def test_each_table_is_written_by_one_dag_with_one_active_run(
 def test_a_refresh_runs_the_steps_of_the_daily_run_that_serve(described: Any) -> None:
     """It writes no assets, because its tables are those of an unfinished day.
 
-    Audiences and spend are measured with whole days alone, and so is the drift of features.
+    What is fitted to audiences and spend waits for whole days, and so does the drift of features.
     """
     daily_only = (
-        *("publish", "audience", "campaign_days", "response_curves", "feature_drift"),
+        *("publish", "audience_quality", "response_curves", "feature_drift"),
         "compact",
     )
     tasks = {name: [t["id"] for t in dag["tasks"]] for name, dag in described["dags"].items()}

@@ -13,8 +13,8 @@ import yaml
 from pyspark.sql import SparkSession
 
 from etl.reports import AUDIENCE_REPORTS, load_reports
-from etl.tables import audience_schemas, schemas
-from etl.tables.arrow import replace_rows, snapshot
+from etl.tables import audience_schemas, schemas, spark_io
+from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake, arrow_schema, last_commit_metadata
 from etl.tables.table_schema import TableSchema
 from features.audience.counts import count_audiences, join_labels
@@ -162,7 +162,8 @@ def test_counts_of_a_day_do_not_depend_on_the_days_that_are_counted_with_it(
 def replace(lake: Lake, schema: TableSchema, new_rows: list[dict[str, Any]], day: date) -> None:
     """Replace the rows of a day."""
     table = pa.Table.from_pylist(new_rows, arrow_schema(schema))
-    replace_rows(lake, schema, table, f"day = '{day}'", {})
+    frame = SparkSession.active().createDataFrame(table, schema.ddl)
+    spark_io.replace_partitions(lake, schema, frame, f"day = '{day}'", {})
 
 
 def test_a_day_can_be_loaded_and_counted_again(own: Lake, raw: Path, spark: object) -> None:
