@@ -144,12 +144,13 @@ def test_counts_of_a_day_do_not_depend_on_the_days_that_are_counted_with_it(
     code = own.spec.event_codes[own.spec.impression_type]
     logged = schemas.events(own.spec)
     events = snapshot(own, logged).read(day=eve).to_pylist()
-    row = next(row for row in events if row["type"] == code)
+    ads = {ad["item_id"] for ad in rows(own, "attributes_item") if ad["attr_advertiser_id"]}
+    row = next(row for row in events if row["type"] == code and row["item_id"] in ads)
     row |= {"event_ts": midnight + 20 * 60 * 10**6, "ingest_ts": midnight - 1}
     replace(own, logged, events, eve)
     delivered = audience_schemas.audience_labels(own.spec)
     label = {
-        "audience": AUDIENCE, "provider": "acme", "user_id": row["user_id"], "label": "55+",
+        "audience": AUDIENCE, "provider": "acme", "user_id": row["user_id"], "label": "new",
         "valid_from": midnight, "day": LAST,
     }  # fmt: skip
     replace(own, delivered, [*snapshot(own, delivered).read(day=LAST).to_pylist(), label], LAST)
