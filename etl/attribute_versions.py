@@ -13,10 +13,10 @@ from pyspark.sql import functions as F
 from etl.event_time import day_end_sql
 from etl.spec.sources import AttributeSource
 from etl.spec.units import MICROS
-from etl.tables import schemas, spark_io
+from etl.tables import schemas
 from etl.tables.lake import Lake
 from etl.tables.schemas import STATIC_DAY
-from etl.tables.weekly_snapshots import build_snapshots
+from etl.tables.weekly_snapshots import build_snapshots, is_valid_after, rows_from_snapshot
 
 
 def versions_from(lake: Lake, entity: str, day: date, version: int | None = None) -> DataFrame:
@@ -26,17 +26,9 @@ def versions_from(lake: Lake, entity: str, day: date, version: int | None = None
     rows. They may contain versions that others have superseded before the day; the first version of
     an item is always among them.
     """
-    table, snapshots = (
-        schema(lake.spec, entity) for schema in (schemas.attributes, schemas.attribute_snapshots)
-    )
-    rows = spark_io.read_table(lake, table, version)
-    snapshot_day = lake.latest_day(snapshots.name, before=day)
-    if snapshot_day is None:
-        return rows
-    is_recent = (F.col("day") > F.lit(snapshot_day)) | (F.col("day") == F.lit(STATIC_DAY))
-    snapshot = spark_io.read_table(lake, snapshots).filter(F.col("day") == F.lit(snapshot_day))
-    snapshot = snapshot.drop("day").withColumnRenamed("landing_day", "day")
-    return rows.filter(is_recent).unionByName(snapshot.select(rows.columns))
+    schemas_of = schemas.attributes, schemas.attribute_snapshots
+    table, snapshots = (schema(lake.spec, entity) for schema in schemas_of)
+    return rows_from_snapshot(lake, table, snapshots, day, version)
 
 
 def first_item_values(lake: Lake, attribute: str) -> DataFrame:
@@ -97,10 +89,10 @@ def snapshot_rows(lake: Lake, entity: str, day: date) -> DataFrame:
 
 def filter_readable_after(rows: DataFrame, entity: str, time_us: Column) -> DataFrame:
     """The versions that no other has superseded up to a time (µs), and the first of each item."""
-    order = Window.partitionBy(f"{entity}_id").orderBy("valid_from", "day")
-    superseded_from = F.lead("valid_from").over(order)
-    is_readable = superseded_from.isNull() | (superseded_from > time_us)
+    key = f"{entity}_id"
+    is_readable = is_valid_after((key,), time_us)
     if entity == "item":
+        order = Window.partitionBy(key).orderBy("valid_from", "day")
         is_readable |= F.row_number().over(order) == 1
     return rows.withColumn("is_readable", is_readable).filter("is_readable").drop("is_readable")
 

@@ -8,14 +8,13 @@ those of all days before it.
 from datetime import date
 from functools import partial
 
-from pyspark.sql import DataFrame, Window
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from etl.spec.units import MICROS
-from etl.tables import spark_io
 from etl.tables.audience_schemas import audience_label_snapshots, audience_labels
 from etl.tables.lake import Lake
-from etl.tables.weekly_snapshots import build_snapshots
+from etl.tables.weekly_snapshots import build_snapshots, is_valid_after, rows_from_snapshot
 
 
 def labels_from(lake: Lake, day: date, version: int | None = None) -> DataFrame:
@@ -24,15 +23,8 @@ def labels_from(lake: Lake, day: date, version: int | None = None) -> DataFrame:
     These are the latest snapshot before the day and the labels that have landed since. They may
     contain labels that others have superseded before the day.
     """
-    rows = spark_io.read_table(lake, audience_labels(lake.spec), version)
-    schema = audience_label_snapshots(lake.spec)
-    snapshot_day = lake.latest_day(schema.name, before=day)
-    if snapshot_day is None:
-        return rows
-    snapshot = spark_io.read_table(lake, schema).filter(F.col("day") == F.lit(snapshot_day))
-    snapshot = snapshot.drop("day").withColumnRenamed("landing_day", "day")
-    recent = rows.filter(F.col("day") > F.lit(snapshot_day))
-    return recent.unionByName(snapshot.select(rows.columns))
+    tables = audience_labels(lake.spec), audience_label_snapshots(lake.spec)
+    return rows_from_snapshot(lake, *tables, day, version)
 
 
 def build_label_snapshots(lake: Lake, first_day: date) -> None:
@@ -44,9 +36,7 @@ def build_label_snapshots(lake: Lake, first_day: date) -> None:
 def _snapshot_rows(lake: Lake, day: date) -> DataFrame:
     """The labels at the end of a day that no other has superseded until then, without `day`."""
     rows = labels_from(lake, day).filter(F.col("day") <= F.lit(day))
-    order = Window.partitionBy("audience", "provider", "user_id").orderBy("valid_from", "day")
-    superseded_from = F.lead("valid_from").over(order)
-    day_end_us = lake.spec.day_end(day) * MICROS["s"]
-    is_readable = superseded_from.isNull() | (superseded_from > day_end_us)
+    day_end_us = F.lit(lake.spec.day_end(day) * MICROS["s"])
+    is_readable = is_valid_after(("audience", "provider", "user_id"), day_end_us)
     rows = rows.withColumn("is_readable", is_readable).filter("is_readable").drop("is_readable")
     return rows.withColumnRenamed("day", "landing_day")

@@ -6,11 +6,10 @@ import tyro
 from pydantic import Field, model_validator
 
 from etl.cli.yaml_options import yaml_option
-from etl.spec.base import StrictModel
+from etl.spec.base import NotNegative, StrictModel
 from training.model.config import SCALES, GemConfig, GemOptions, Scale, SizeName
 
 Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 

@@ -40,8 +40,8 @@ def erased_until(lake: Lake, before: date | None, now: int) -> int:
 
     With `before`, it is the last one before that day, and events that became visible later are
     kept. Otherwise it is `now`, and covers what occurred or was logged until then, whether or not
-    it has been ingested. Where the lake has data of after `now`, as logs with `delay` never have,
-    it is the second at which the last of these became visible.
+    it has been ingested. If the lake has data that became visible later than the slowest log
+    allows, such as simulated logs of the future, it is the last second at which any did.
     """
     if before is not None:
         return lake.spec.day_start(before) - 1

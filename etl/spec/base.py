@@ -4,7 +4,16 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+)
+
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class StrictModel(BaseModel):

@@ -5,16 +5,16 @@ Which days these are depends on the calendar alone: any split of a range of days
 same snapshots. State at the end of another day is the latest snapshot before it and the days since.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date, timedelta
 
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 from etl.spec.units import date_range
 from etl.tables import spark_io
 from etl.tables.lake import Lake, create_table
-from etl.tables.schemas import NO_DAY
+from etl.tables.schemas import NO_DAY, STATIC_DAY
 from etl.tables.table_schema import TableSchema
 
 DAYS_PER_SNAPSHOT = 7
@@ -24,6 +24,30 @@ def snapshot_days(first: date, last: date) -> list[date]:
     """The days of a range at whose end there is a snapshot."""
     days = date_range(first, last)
     return [day for day in days if day.toordinal() % DAYS_PER_SNAPSHOT == 0]
+
+
+def rows_from_snapshot(
+    lake: Lake, table: TableSchema, snapshots: TableSchema, day: date, version: int | None = None
+) -> DataFrame:
+    """The rows of a table that matter on a day or later: those of the latest snapshot before it.
+
+    With them are the rows that have landed since, and static ones. All rows without a snapshot.
+    """
+    rows = spark_io.read_table(lake, table, version)
+    snapshot_day = lake.latest_day(snapshots.name, before=day)
+    if snapshot_day is None:
+        return rows
+    is_recent = (F.col("day") > F.lit(snapshot_day)) | (F.col("day") == F.lit(STATIC_DAY))
+    snapshot = spark_io.read_table(lake, snapshots).filter(F.col("day") == F.lit(snapshot_day))
+    snapshot = snapshot.drop("day").withColumnRenamed("landing_day", "day")
+    return rows.filter(is_recent).unionByName(snapshot.select(rows.columns))
+
+
+def is_valid_after(keys: Sequence[str], time_us: Column) -> Column:
+    """Whether no other version of the same keys supersedes a row up to a time (µs)."""
+    order = Window.partitionBy(*keys).orderBy("valid_from", "day")
+    superseded_from = F.lead("valid_from").over(order)
+    return superseded_from.isNull() | (superseded_from > time_us)
 
 
 def build_snapshots(

@@ -220,13 +220,7 @@ def health_server(host: str, port: int, status_folder: Path, num_workers: int) -
     Raises:
         UserError: The address cannot be listened on.
     """
-    try:
-        listener = socket.create_server((host, port))
-    except OSError as error:
-        raise UserError(
-            f"cannot listen on {host}:{port} ({error.strerror}): choose another --health-port or "
-            "--health-host"
-        ) from None
+    listener = _listen(host, port, "--health-port or --health-host")
     config = uvicorn.Config(
         health_app(status_folder, num_workers),
         http=LimitedProtocol,
@@ -247,11 +241,15 @@ def health_server(host: str, port: int, status_folder: Path, num_workers: int) -
 
 def require_free_port(host: str, port: int) -> None:
     """Raise UserError if an address cannot be listened on; uvicorn would exit with another code."""
+    _listen(host, port, "--port or --host").close()
+
+
+def _listen(host: str, port: int, flags: str) -> socket.socket:
     try:
-        socket.create_server((host, port)).close()
+        return socket.create_server((host, port))
     except OSError as error:
         raise UserError(
-            f"cannot listen on {host}:{port} ({error.strerror}): choose another --port or --host"
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another {flags}"
         ) from None
 
 

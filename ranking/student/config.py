@@ -8,7 +8,7 @@ import tyro
 from pydantic import Field, field_validator, model_validator
 
 from etl.cli.yaml_options import yaml_option
-from etl.spec.base import StrictModel
+from etl.spec.base import NotNegative, StrictModel
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ class InputLimits:
 
 
 SharedModule = Literal["tables", "events", "recency"]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 SamplingRate = Annotated[float, Field(gt=0, le=1)]
 

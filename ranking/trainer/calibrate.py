@@ -165,9 +165,8 @@ def load_earlier_calibrations(lake: Lake, train_last: date) -> list[dict[str, Pl
         except UserError as error:
             log.warning("skipped in the prior of the calibration: %s", error)
             continue
-        of_surface = [name for name in fitted if name in lake.spec.objectives]
-        of_surface = [name for name in of_surface if surface in lake.spec.surfaces_of(name)]
-        calibrations.append({name: fitted[name] for name in of_surface})
+        objectives = [n for n in lake.spec.objectives if surface in lake.spec.surfaces_of(n)]
+        calibrations.append({name: fitted[name] for name in objectives if name in fitted})
     return calibrations
 
 

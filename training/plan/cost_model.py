@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
+from etl.cli.runner import read_yaml_mapping
 from etl.errors import UserError
 from etl.spec.base import StrictModel
 
@@ -67,13 +67,7 @@ def load_scenario(path: Path) -> Scenario:
     if not path.is_file():
         raise UserError(f"{path}: no such file; shipped scenarios are in conf/plans")
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 ({error.reason}): save it in this encoding") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
-        raise UserError(f"{path}: not valid YAML: {error}") from None
-    try:
-        return Scenario.model_validate(content)
+        return Scenario.model_validate(read_yaml_mapping(path))
     except ValidationError as error:
         lines = (f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise UserError("\n".join(lines)) from None
