@@ -1,8 +1,9 @@
 """`gemline bench growth`: what one more day costs in a lake of 30, 90 and 365 days.
 
-Without `--work` the committed figures are printed. With it, a lake is aged by daily runs on small
-simulated days: all steps that need no trained model, and the feature store. Each step is measured;
-a run that is interrupted goes on after the last measured day.
+Without `--work` the committed figures are printed. With it, a lake is aged by runs on small
+simulated days: all steps that need no trained model, and the feature store. Days up to the first
+compared age and shortly before the others are run one by one, the rest by the week. Each step is
+measured; a study that is interrupted goes on after the last measured run.
 """
 
 import os
@@ -26,11 +27,14 @@ from dags.pipeline import data_steps, statistics_step
 from dags.steps import PipelinePaths, Step
 from etl.spec import load_spec
 from etl.spec.base import StrictModel
+from etl.spec.units import DayRange
 
 SIMULATOR = ROOT / "conf" / "simulator" / "growth.yaml"
 FIRST_DAY = date(2026, 1, 1)
 AGES = (30, 90, 365)  # days
 MEASURED_DAYS = 7  # that end at an age: snapshots are made once a week
+DAILY_RUNS = 9  # before an age: the first ones follow a run of a week
+LONGEST_RUN = 7  # days of a run of which no day is compared
 MIN_CPU_SECONDS = 5.0  # steps below are too short to compare their CPU time
 GOALS = {"worst_step_ratio": "<= 1.15"}
 RESULT = RESULTS / "growth.json"
@@ -50,7 +54,7 @@ class GrowthArgs(StrictModel):
 
 
 class StepCost(StrictModel):
-    """What a step cost on the day with which the lake reached an age in days.
+    """What a step cost in the run with which the lake reached an age in days.
 
     `cpu_seconds` are those of all its processes.
     """
@@ -86,13 +90,28 @@ def age_lake(paths: PipelinePaths, measured: Path, days: int, simulator: Path) -
     simulate(SimulateArgs(simulator=simulator, out=Path(paths.raw)))
     spark_session("bench growth")
     costs = _read_costs(measured)
-    for age in range(max((cost.age for cost in costs), default=0) + 1, days + 1):
-        costs_of_day = list(run_day(paths, age))
+    for ages in runs_of_study(max((cost.age for cost in costs), default=0), days):
+        costs_of_run = list(run_days(paths, ages))
         with measured.open("a") as file:
-            file.writelines(cost.model_dump_json() + "\n" for cost in costs_of_day)
-        remove_earlier_stores(paths, day_of(age))  # a day that is not recorded is measured again
-        costs += costs_of_day
+            file.writelines(cost.model_dump_json() + "\n" for cost in costs_of_run)
+        remove_earlier_stores(paths, day_of(ages[-1]))  # a run that is not recorded is repeated
+        costs += costs_of_run
     return costs
+
+
+def runs_of_study(age: int, days: int) -> list[range]:
+    """The ages that a lake reaches by each run, from one age to another.
+
+    Days that are compared have a run of their own, as have those before them.
+    """
+    runs = []
+    while age < days:
+        until_daily = min((a - DAILY_RUNS - age for a in AGES if a > age), default=LONGEST_RUN)
+        is_daily = age < AGES[0] or until_daily <= 0
+        length = 1 if is_daily else min(until_daily, LONGEST_RUN, days - age)
+        runs.append(range(age + 1, age + 1 + length))
+        age += length
+    return runs
 
 
 def _read_costs(path: Path) -> list[StepCost]:
@@ -101,21 +120,22 @@ def _read_costs(path: Path) -> list[StepCost]:
     return [StepCost.model_validate_json(line) for line in path.read_text().splitlines()]
 
 
-def run_day(paths: PipelinePaths, age: int) -> Iterator[StepCost]:
-    """Run the steps of the day with which the lake reaches an age; yields their costs."""
-    day = day_of(age)
-    for step in steps_of_day(paths, day):
-        yield measure_cost(age, step.name, partial(run_steps_in_process, [step]))
-    previous = store_folder(paths, day - timedelta(days=1)) / "data.mdb"
-    size = previous.stat().st_size if previous.exists() else 0
-    cost = measure_cost(age, "feature store", partial(build_store, paths, day))
+def run_days(paths: PipelinePaths, ages: range) -> Iterator[StepCost]:
+    """Run the steps of the days with which the lake reaches some ages; yields their costs."""
+    first, last = day_of(ages[0]), day_of(ages[-1])
+    for step in steps_of_days(paths, (first, last)):
+        yield measure_cost(ages[-1], step.name, partial(run_steps_in_process, [step]))
+    earlier = store_folder(paths, first - timedelta(days=1))
+    data = earlier / "data.mdb"
+    size = data.stat().st_size if data.exists() else 0
+    cost = measure_cost(ages[-1], "feature store", partial(build_store, paths, last, earlier))
     yield cost.model_copy(update={"bytes_read": cost.bytes_read + size})  # mapped, not read
 
 
-def steps_of_day(paths: PipelinePaths, day: date) -> list[Step]:
-    """The steps of a daily run that need no trained model."""
-    spec, flags = load_spec(paths.spec), ("--days", f"{day}:{day}")
-    data_until = ("--data-until", str(day))
+def steps_of_days(paths: PipelinePaths, days: DayRange) -> list[Step]:
+    """The steps of a run that need no trained model."""
+    spec, flags = load_spec(paths.spec), ("--days", f"{days[0]}:{days[1]}")
+    data_until = ("--data-until", str(days[1]))
     return [
         *data_steps(spec, paths, flags),
         statistics_step(paths, flags),
@@ -134,16 +154,16 @@ def store_folder(paths: PipelinePaths, day: date) -> Path:
     return Path(paths.lake, "_stores", str(day))
 
 
-def build_store(paths: PipelinePaths, day: date) -> None:
-    """Build a feature store of all days until one, with the histories of the day before."""
+def build_store(paths: PipelinePaths, day: date, earlier: Path) -> None:
+    """Build a feature store of all days until one, with the histories of an earlier store."""
     from etl.tables.lake import Lake
     from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 
     lake = Lake(paths.lake, load_spec(paths.spec))
     lengths = HistoryLengths(sequence="behaviour", events=256)
-    previous, folder = store_folder(paths, day - timedelta(days=1)), store_folder(paths, day)
+    folder = store_folder(paths, day)
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before it was recorded
-    build_feature_store(lake, folder, lake.spec.day_end(day), lengths, [previous]).close()
+    build_feature_store(lake, folder, lake.spec.day_end(day), lengths, [earlier]).close()
 
 
 def remove_earlier_stores(paths: PipelinePaths, day: date) -> None:

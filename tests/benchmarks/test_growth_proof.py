@@ -15,7 +15,7 @@ from benchmarks.studies.growth import (
     StepCost,
     costs_at,
     day_of,
-    steps_of_day,
+    steps_of_days,
 )
 from dags.steps import PipelinePaths
 from tests.dags.test_kills import kill_when
@@ -67,7 +67,7 @@ def age_of(measured: Path) -> int:
 
 
 def test_each_step_of_each_day_is_measured_once(costs: list[StepCost], spec_path: Path) -> None:
-    steps = steps_of_day(PipelinePaths(spec_path, "raw", "lake"), day_of(1))
+    steps = steps_of_days(PipelinePaths(spec_path, "raw", "lake"), (day_of(1), day_of(1)))
     names = [*(step.name for step in steps), "feature store"]
     assert {"feature_statistics", "audience", "campaign_days"} <= set(names)
     expected = {(age, name): 1 for age in range(1, DAYS + 1) for name in names}

@@ -293,6 +293,18 @@ def test_the_growth_of_a_lake_is_the_largest_ratio_of_two_ages() -> None:
     assert [row[0] for row in two_ages.rows] == ["history"], "a step with two ages"
 
 
+def test_runs_of_the_study_of_growth_cover_each_day_once_and_compared_days_alone() -> None:
+    days = growth.AGES[-1]
+    runs = growth.runs_of_study(0, days)
+    assert [age for run in runs for age in run] == list(range(1, days + 1))
+    daily = {run[0] for run in runs if len(run) == 1}
+    assert max(len(run) for run in runs) == growth.LONGEST_RUN
+    for age in growth.AGES:
+        assert daily >= set(range(age - growth.MEASURED_DAYS + 1, age + 1))
+    for number, run in enumerate(runs):  # after an interruption, the same runs follow
+        assert growth.runs_of_study(run[0] - 1, days) == runs[number:]
+
+
 def test_a_store_is_kept_until_the_costs_of_the_next_day_are_recorded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -308,7 +320,8 @@ def test_a_store_is_kept_until_the_costs_of_the_next_day_are_recorded(
 
     monkeypatch.setattr("ranking.feature_store.materialize.build_feature_store", BuiltStore)
     for age in (1, 2, 2):  # the second day was killed before it was recorded
-        growth.build_store(paths, growth.day_of(age))
+        before = growth.store_folder(paths, growth.day_of(age - 1))
+        growth.build_store(paths, growth.day_of(age), before)
     assert earlier == [[False], [True], [True]]
     growth.remove_earlier_stores(paths, growth.day_of(2))
     stores = growth.store_folder(paths, growth.day_of(2)).parent
