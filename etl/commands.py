@@ -156,10 +156,12 @@ def attributes(args: RawArgs) -> None:
     """Load attribute files as versioned rows of users and items."""
     from etl.attributes import load_attributes
     from etl.runtime.spark import spark_session
+    from etl.tables.day_order import days_in_order
 
     lake = args.open_lake()
-    spark_session("attributes")
-    print_counts("attributes", load_attributes(lake, args.raw, args.day_range))
+    with days_in_order(lake, "attributes", args.day_range):
+        spark_session("attributes")
+        print_counts("attributes", load_attributes(lake, args.raw, args.day_range))
 
 
 @holds_leases("labels")
@@ -168,13 +170,15 @@ def labels(args: LabelArgs) -> None:
     from etl.labels import label_impressions
     from etl.retractions import record_late_retractions
     from etl.runtime.spark import spark_session
+    from etl.tables.day_order import days_in_order
 
     lake = args.open_lake()
-    spark_session("labels")
     data_until = parse_data_until(lake.spec, args.data_until) if args.data_until else None
-    counts = label_impressions(lake, args.day_range, data_until)
-    if lake.spec.retraction_types:
-        counts["late retractions"] = record_late_retractions(lake, args.day_range)
+    with days_in_order(lake, "labels", args.day_range):
+        spark_session("labels")
+        counts = label_impressions(lake, args.day_range, data_until)
+        if lake.spec.retraction_types:
+            counts["late retractions"] = record_late_retractions(lake, args.day_range)
     print_counts("labels", counts)
 
 

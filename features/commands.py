@@ -18,44 +18,52 @@ from etl.errors import UserError
 def items(args: DayArgs) -> None:
     """Assign an index to each item first seen in the given days."""
     from etl.runtime.spark import spark_session
+    from etl.tables.day_order import days_in_order
     from features.items import index_items
 
     lake = args.open_lake()
-    spark_session("items")
-    print_counts("items", index_items(lake, args.day_range))
+    with days_in_order(lake, "items", args.day_range):
+        spark_session("items")
+        print_counts("items", index_items(lake, args.day_range))
 
 
 @holds_leases("history")
 def history(args: DayArgs) -> None:
     """Append the given days' newly visible events to the packed histories."""
     from etl.runtime.spark import spark_session
+    from etl.tables.day_order import days_in_order
     from features.history.build import build_history
 
     lake = args.open_lake()
-    spark_session("history")
-    print_counts("history", build_history(lake, args.day_range))
+    with days_in_order(lake, "history", args.day_range):
+        spark_session("history")
+        print_counts("history", build_history(lake, args.day_range))
 
 
 @holds_leases("examples")
 def examples(args: DayArgs) -> None:
     """Build examples: history pointers, attributes and counters as of each impression."""
     from etl.runtime.spark import spark_session
+    from etl.tables.day_order import days_in_order
     from features.examples import build_examples
 
     lake = args.open_lake()
-    spark_session("examples")
-    print_counts("examples", build_examples(lake, args.day_range))
+    with days_in_order(lake, "examples", args.day_range):
+        spark_session("examples")
+        print_counts("examples", build_examples(lake, args.day_range))
 
 
 @holds_leases("feature_statistics")
 def statistics(args: DayArgs) -> None:
     """Compute statistics of the features of the given days: missing values and histograms."""
     from etl.runtime.spark import spark_session
+    from etl.tables.day_order import days_in_order
     from features.feature_statistics import build_statistics
 
     lake = args.open_lake()
-    spark_session("statistics")
-    print_counts("statistics", build_statistics(lake, args.day_range))
+    with days_in_order(lake, "feature_statistics", args.day_range):
+        spark_session("statistics")
+        print_counts("statistics", build_statistics(lake, args.day_range))
 
 
 class DriftArgs(DayArgs):

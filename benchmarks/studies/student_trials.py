@@ -130,6 +130,12 @@ class TransferTrials:
         return self._select_best({ratio: everything(ratio) for ratio in CANDIDATE_RATIOS})
 
     @cached_property
+    def ratio_of_each_objective(self) -> float:
+        """The best ratio in "all" where the gradients of each objective are balanced."""
+        changes = {r: everything(r, gradient_balance="objective") for r in CANDIDATE_RATIOS}
+        return self._select_best(changes)
+
+    @cached_property
     def logged_share(self) -> Float64:
         """The share (O) of outcomes that are logged in time to count as labels."""
         return share_of_logged_outcomes(self.lake, Path(self.raw_logs))
@@ -139,6 +145,7 @@ class TransferTrials:
         return {
             "plain weight": self.distillation_weight,
             "auxiliary ratio": self.auxiliary_gradient_ratio,
+            "auxiliary ratio of each objective": self.ratio_of_each_objective,
         }
 
     def variants(self) -> dict[str, TrainingChange]:
@@ -169,6 +176,9 @@ class TransferTrials:
             "pretraining": transfer_change(**pretraining),
             "pretraining, shuffled": transfer_change(**pretraining, shuffle_teacher=True),
             "all": everything(ratio),
+            "all, balanced by objective": everything(
+                self.ratio_of_each_objective, gradient_balance="objective"
+            ),
         }
 
     def hierarchical_variants(self) -> dict[str, TrainingChange]:

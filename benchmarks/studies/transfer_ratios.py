@@ -1,6 +1,6 @@
 """Transfer ratios: a student's share of GEM's gain over labels only, and its ratio to plain's.
 
-U users, D draws of users, M models.
+U users, D draws of users and seeds, M models, S seeds of a model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ class TransferRatios:
     """NE by objective of each model; shares of GEM's gain, and ratios to plain distillation's gain.
 
     A ratio is None if the interval of its denominator contains zero. `gains` (D, O) are those of
-    each model over labels only, of draws of users of which the first has each user once.
+    each model over labels only, of draws of which the first has each user and each seed once.
     """
 
     objectives: Sequence[str]
@@ -46,7 +46,11 @@ class TransferRatios:
 def transfer_ratios(
     predictions: Mapping[str, Sequence[Predictions]], gem: Predictions, objectives: Sequence[str]
 ) -> TransferRatios:
-    """Means over seeds; bootstrap intervals over users, with the same draws for all models."""
+    """Means over seeds; bootstrap intervals over users and seeds.
+
+    Draws of users are the same for all models, those of seeds are of each model. Of S seeds, the
+    draws have (S - 1) / S of the variance of seeds.
+    """
     models = {**predictions, GEM: [gem]}
     names = list(models)
     users = np.unique(gem.user_hashes)
@@ -54,7 +58,11 @@ def transfer_ratios(
     rng = np.random.default_rng(0)
     drawn = rng.multinomial(num_users, np.full(num_users, 1 / num_users), RESAMPLES)
     weights: Float64 = np.concatenate((np.ones((1, num_users)), drawn))
-    ne = np.stack([weighted_ne(models, users, weights, i) for i in range(len(objectives))], 2)
+    seed_weights = [draw_seeds(len(seeds), RESAMPLES, rng) for seeds in models.values()]
+    by_objective = [
+        weighted_ne(models, seed_weights, users, weights, i) for i in range(len(objectives))
+    ]
+    ne = np.stack(by_objective, 2)
     ne_gain = ne[:, [names.index(LABELS_ONLY)]] - ne
     gains = dict(zip(names, ne_gain.mean(2).T, strict=True))
     students = [name for name in predictions if name != LABELS_ONLY]
@@ -71,13 +79,21 @@ def transfer_ratios(
     )
 
 
+def draw_seeds(seeds: int, draws: int, rng: np.random.Generator) -> Float64:
+    """Weights of seeds (1 + draws, S): first each once, then drawn with replacement."""
+    drawn = rng.multinomial(seeds, np.full(seeds, 1 / seeds), draws)
+    weights: Float64 = np.concatenate((np.ones((1, seeds)), drawn)) / seeds
+    return weights
+
+
 def weighted_ne(
     models: Mapping[str, Sequence[Predictions]],
+    seed_weights: Sequence[Float64],
     users: Int64,
     weights: Float64,
     column: int,
 ) -> Float64:
-    """NE of an objective (D, M) with users weighted (D, U); means over the seeds of each model."""
+    """NE of an objective (D, M), with weights of users (D, U) and of each model's seeds (D, S)."""
     first = next(iter(models.values()))[0]
     rows = first.label_mask[:, column]
     labels = first.labels[rows, column].astype(np.float64)
@@ -90,14 +106,14 @@ def weighted_ne(
     share = weighted_sum(labels) / count
     entropy = -(share * np.log(share) + (1 - share) * np.log(1 - share))
     columns = []
-    for seeds in models.values():
+    for seeds, of_seeds in zip(models.values(), seed_weights, strict=True):
         losses = []
         for p in seeds:
             assert (p.impression_ids == first.impression_ids).all(), "predictions of different rows"
             predicted = np.clip(p.probabilities[rows, column], 1e-12, 1 - 1e-12)
             likelihood = np.where(labels > 0, predicted, 1 - predicted)
             losses.append(weighted_sum(-np.log(likelihood)))
-        columns.append(np.mean(losses, 0) / (count * entropy))
+        columns.append((of_seeds * np.stack(losses, 1)).sum(1) / (count * entropy))
     return np.stack(columns, 1)
 
 

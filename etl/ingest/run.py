@@ -41,6 +41,7 @@ from etl.ingest.readers import UnreadableFileError, translate_read_errors, with_
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS, DayRange, date_range
 from etl.tables import schemas, spark_io
+from etl.tables.day_order import reopen_days
 from etl.tables.lake import Lake, arrow_schema
 from etl.tables.schemas import NO_DAY
 
@@ -170,7 +171,8 @@ def split_events(lake: Lake, valid_events: DataFrame, days: DayRange) -> Iterato
 
 
 def write_events(lake: Lake, event_split: EventSplit, days: DayRange) -> None:
-    """Replace a range of days of `excluded_events` and `events`."""
+    """Replace a range of days of `excluded_events` and `events`; later steps have to follow."""
+    reopen_days(lake, days[0])
     where = spark_io.day_range_predicate(*days)
     spark_io.replace_partitions(
         lake, schemas.excluded_events(lake.spec), event_split.excluded, where, {}

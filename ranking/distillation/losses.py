@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ranking.distillation.gradient_balance import GradientBalancer, HeadGradients
 from ranking.student.config import DistillationConfig
 from training.data.batch import Batch
 from training.teacher.predictions import TeacherLogits, TeacherPredictions
@@ -18,7 +19,6 @@ from training.trainer.step import masked_loss
 
 ADAPTER_LR = 0.02
 ADAPTER_L2 = 1e-3  # pulls slopes to one and intercepts to zero
-NORM_EMA_DECAY = 0.99
 
 
 class TeacherAdapter(nn.Module):
@@ -67,32 +67,6 @@ def distillation_loss(logits: Tensor, teacher_logits: Tensor, mask: Tensor) -> T
     return (loss * mask).sum() / len(logits)
 
 
-class GradientBalancer:
-    """Scales the teacher's gradient on the backbone to a ratio of the labels' gradient.
-
-    Norms are averaged over batches with predictions of GEM (exponential moving average). Adam makes
-    the heads independent of the scale of their loss, so for the backbone only this ratio matters.
-    """
-
-    def __init__(self, gradient_ratio: float) -> None:
-        self.gradient_ratio = gradient_ratio
-        self.label_norm = self.teacher_norm = 0.0
-
-    def __call__(self, label_gradient: Tensor, teacher_gradient: Tensor) -> Tensor:
-        """The sum of the labels' gradient (B, H) and the scaled one of the teacher (B, H)."""
-        decay = NORM_EMA_DECAY if self.label_norm else 0.0
-        self.label_norm = decay * self.label_norm + (1 - decay) * float(label_gradient.norm())
-        self.teacher_norm = decay * self.teacher_norm + (1 - decay) * float(teacher_gradient.norm())
-        return label_gradient + self.scale * teacher_gradient
-
-    @property
-    def scale(self) -> float:
-        """The factor of the teacher's gradient."""
-        if not self.teacher_norm:
-            return 0.0
-        return self.gradient_ratio * self.label_norm / self.teacher_norm
-
-
 class WindowHeads(nn.Module):
     """Heads on the hidden layer for labels of extra windows (E), used in training only.
 
@@ -105,10 +79,10 @@ class WindowHeads(nn.Module):
         self.objective_index = list(objective_index)
         self.linear = _linear_head(hidden_dim, len(objective_index))
 
-    def forward(self, hidden: Tensor, position_effects: Tensor) -> Tensor:
-        """Logits (B, E) of a hidden layer (B, H), at logged positions."""
-        logits: Tensor = self.linear(hidden)
-        return logits + position_effects[:, self.objective_index]
+    def loss(self, outputs: Tensor, position_effects: Tensor, batch: Batch) -> Tensor:
+        """The loss of the outputs (B, E) of `linear` at logged positions (B, O)."""
+        logits = outputs + position_effects[:, self.objective_index]
+        return masked_loss(logits, batch.extra_labels, batch.extra_mask, len(batch))
 
 
 @dataclass
@@ -158,7 +132,10 @@ class DistillationLoss:
         if teacher and config.kind == "auxiliary":
             num_heads = 2 if adapter else 1  # GEM's predictions as they are, and corrected ones
         heads = nn.ModuleList(_linear_head(hidden_dim, num_objectives) for _ in range(num_heads))
-        balancer = GradientBalancer(config.gradient_ratio)
+        by_objective = config.gradient_balance == "objective"
+        balancer = GradientBalancer(
+            config.gradient_ratio, num_objectives, by_objective=by_objective
+        )
         windows = WindowHeads(hidden_dim, window_objectives) if window_objectives else None
         return cls(config, log_sampling_rate, teacher, heads, adapter, balancer, windows)
 
@@ -177,25 +154,25 @@ class DistillationLoss:
         loss on labels trains them.
         """
         teacher = self.teacher.lookup(batch.impression_ids) if self.teacher else None
-        served = hidden.detach().requires_grad_()
-        logits = head(served) + position_effects
+        heads, objectives = [head], list(range(head.out_features))
+        outputs = [head(hidden.detach())]
+        logits = outputs[0] + position_effects
         loss = self._served_head_loss(logits, batch, teacher)
         if self.window_heads is not None:
-            window_logits = self.window_heads(served, position_effects)
-            labels, mask = batch.extra_labels, batch.extra_mask
-            loss = loss + masked_loss(window_logits, labels, mask, len(batch))
-        torch.autograd.backward(loss)
-        assert served.grad is not None
-        gradient = served.grad
-        # Gradients of zero would be averaged into the balancer's norms.
+            heads.append(self.window_heads.linear)
+            objectives += self.window_heads.objective_index
+            outputs.append(self.window_heads.linear(hidden.detach()))
+            loss = loss + self.window_heads.loss(outputs[1], position_effects, batch)
+        label_gradients = _gradients_of(loss, heads, outputs, objectives)
+        gradient = label_gradients.on_hidden(torch.ones(head.out_features))
         if teacher and self.teacher_heads and teacher.mask.any():
-            distilled = hidden.detach().requires_grad_()
-            effects = position_effects.detach()
-            distilled_loss = self._teacher_heads_loss(distilled, effects, teacher)
-            torch.autograd.backward(distilled_loss)
+            heads = list(self.teacher_heads)
+            outputs = [each(hidden.detach()) for each in heads]
+            distilled_loss = self._teacher_heads_loss(outputs, position_effects.detach(), teacher)
+            objectives = list(range(head.out_features)) * len(heads)
+            gradients = _gradients_of(distilled_loss, heads, outputs, objectives)
+            gradient = gradient + self.gradient_balancer(label_gradients, gradients)
             loss = loss.detach() + distilled_loss.detach()
-            assert distilled.grad is not None
-            gradient = self.gradient_balancer(gradient, distilled.grad)
         torch.autograd.backward(hidden, gradient)
         if teacher and self.adapter:
             self.adapter.update(teacher, batch.labels, batch.label_mask, self.log_sampling_rate)
@@ -214,7 +191,8 @@ class DistillationLoss:
         sampled_logits = head(hidden) + effects - self.log_sampling_rate
         loss = distillation_loss(sampled_logits, target, teacher.mask)
         if self.teacher_heads:
-            loss = loss + self._teacher_heads_loss(hidden, effects, teacher)
+            distilled = [each(hidden) for each in self.teacher_heads]
+            loss = loss + self._teacher_heads_loss(distilled, effects, teacher)
         torch.autograd.backward(loss)
         return loss.detach()
 
@@ -231,16 +209,17 @@ class DistillationLoss:
         return loss
 
     def _teacher_heads_loss(
-        self, hidden: Tensor, position_effects: Tensor, teacher: TeacherLogits
+        self, logits: Sequence[Tensor], position_effects: Tensor, teacher: TeacherLogits
     ) -> Tensor:
+        """The loss of the logits (B, O) of the teacher's heads."""
         targets = [teacher.logits]
         if self.adapter:
             targets.append(self._adapted_logits(teacher))
         losses = [
             distillation_loss(
-                head(hidden) + position_effects, target - self.log_sampling_rate, teacher.mask
+                head_logits + position_effects, target - self.log_sampling_rate, teacher.mask
             )
-            for head, target in zip(self.teacher_heads, targets, strict=True)
+            for head_logits, target in zip(logits, targets, strict=True)
         ]
         return torch.stack(losses).sum()
 
@@ -248,6 +227,16 @@ class DistillationLoss:
     def _adapted_logits(self, teacher: TeacherLogits) -> Tensor:
         adapted: Tensor = self.adapter(teacher) if self.adapter else teacher.logits
         return adapted
+
+
+def _gradients_of(
+    loss: Tensor, heads: Sequence[nn.Linear], outputs: Sequence[Tensor], objectives: Sequence[int]
+) -> HeadGradients:
+    """Accumulate the gradients of a loss on heads; returns those on their outputs."""
+    for each in outputs:
+        each.retain_grad()
+    torch.autograd.backward(loss)
+    return HeadGradients.of(heads, outputs, objectives)
 
 
 def _linear_head(hidden_dim: int, num_objectives: int) -> nn.Linear:

@@ -118,6 +118,12 @@ class DistillationConfig(StrictModel):
         Field(ge=0),
         tyro.conf.arg(help="auxiliary: norm of the teacher's gradient over that of the labels'"),
     ] = 0.1
+    gradient_balance: Annotated[
+        Literal["all", "objective"],
+        tyro.conf.arg(
+            help="auxiliary: gradient_ratio of all objectives together, or of each objective"
+        ),
+    ] = "all"
     pretraining_epochs: Annotated[
         int,
         Field(ge=0),

@@ -150,8 +150,8 @@ class StudentTrainer:
         for batch in progress:
             yield batch
             if self.loss.teacher_heads:
-                balancer = self.loss.gradient_balancer
-                progress.set_postfix(gem=f"x{balancer.scale:.2f}", refresh=False)
+                scale = self.loss.gradient_balancer.scales.mean()
+                progress.set_postfix(gem=f"x{scale:.2f}", refresh=False)
 
     def _epoch(self, days: Sequence[date], window: LabelWindow, number: int) -> Iterator[Batch]:
         position = self.student.input_builder.reader.features.position
@@ -256,9 +256,8 @@ class StudentTrainer:
         for parameter, values in self._optimizer_states():
             for key, tensor in values.items():
                 state[f"{OPTIMIZER}.{parameter}.{key}"] = tensor.clone()
-        balancer, adapter = self.loss.gradient_balancer, self.loss.adapter
-        norms = [balancer.label_norm, balancer.teacher_norm]
-        state["gradient_norms"] = torch.tensor(norms, dtype=torch.float64)
+        adapter = self.loss.adapter
+        state["gradient_norms"] = self.loss.gradient_balancer.norms
         state["newest_labels"] = self.newest_labels
         if adapter and self.loss.teacher:
             corrections = torch.stack((adapter.slope.detach(), adapter.intercept.detach()), 1)
@@ -285,8 +284,8 @@ class StudentTrainer:
             raise UserError(f"the state of the training does not fit: {error}") from None
         for parameter, values in self._optimizer_states():
             values.update(_below(state, f"{OPTIMIZER}.{parameter}"))
-        balancer, adapter = self.loss.gradient_balancer, self.loss.adapter
-        balancer.label_norm, balancer.teacher_norm = state["gradient_norms"].tolist()
+        adapter = self.loss.adapter
+        self.loss.gradient_balancer.norms = state["gradient_norms"].float().view(2, -1)
         self.newest_labels = state["newest_labels"]
         if adapter and self.loss.teacher:
             for position, version in enumerate(self.loss.teacher.versions):

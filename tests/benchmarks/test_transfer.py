@@ -97,6 +97,23 @@ def test_each_objective_has_a_share_of_its_own(models: dict[str, Predictions]) -
     )
 
 
+def test_the_interval_has_the_noise_of_seeds(models: dict[str, Predictions]) -> None:
+    def width(seeds: list[Predictions]) -> float:
+        students = {
+            "labels only": [models["labels only"]],
+            "plain distillation": [models["plain distillation"]],
+            "all": seeds,
+        }
+        ratios = transfer_ratios(students, models["GEM"], ["click"])
+        share = ratios.share_of_gem_gain["all"]
+        assert share
+        return share.high - share.low
+
+    one, good = width([models["all"]]), models["the same as GEM"]
+    assert width([models["all"]] * 3) == pytest.approx(one)
+    assert width([models["all"], good, models["plain distillation"]]) > 2 * one
+
+
 def test_a_ratio_to_a_gain_that_may_be_zero_is_none(models: dict[str, Predictions]) -> None:
     students = {
         "labels only": [models["labels only"]],

@@ -12,11 +12,8 @@ from torch import nn
 
 from benchmarks.studies.shuffled_teacher import shuffle_predictions, shuffle_tables
 from etl.errors import UserError
-from ranking.distillation.losses import (
-    DistillationLoss,
-    GradientBalancer,
-    distillation_loss,
-)
+from ranking.distillation.gradient_balance import GradientBalancer, HeadGradients
+from ranking.distillation.losses import DistillationLoss, distillation_loss
 from ranking.distillation.warm_start import copy_gem_modules
 from ranking.inputs.arrays import declared_axes, from_named_arrays, named_arrays, pad_last
 from ranking.registry.programs import INPUT_AXES, exportable_programs
@@ -93,7 +90,7 @@ def test_batches_without_a_teacher_do_not_change_the_scale_of_its_gradient(
     def learn() -> float:
         hidden, effects = student.hidden(batch), student.position_effects(batch)
         loss.backward(hidden, student.student.head, batch, effects)
-        return loss.gradient_balancer.scale
+        return float(loss.gradient_balancer.scales)
 
     before = learn()
     known = teacher_logits(torch.zeros(len(batch), OBJECTIVES))
@@ -102,14 +99,52 @@ def test_batches_without_a_teacher_do_not_change_the_scale_of_its_gradient(
     assert before > 0 and [learn() for _ in range(3)] == [before] * 3
 
 
-@given(st.floats(0.1, 10), st.floats(1e-4, 1e4), st.integers(0, 9))
+def head_gradients(num_heads: int, scale: float = 1.0) -> HeadGradients:
+    """Random gradients of some heads; those of the objectives differ by powers of ten."""
+    objectives = torch.arange(OBJECTIVES).repeat(num_heads)
+    outputs = torch.randn(8, len(objectives)) * scale * 10.0**objectives
+    return HeadGradients(outputs, torch.randn(len(objectives), 4), objectives)
+
+
+def gradient_norm(gradients: HeadGradients, *objectives: int) -> float:
+    """The norm of the gradient on the hidden layer of the loss of some objectives."""
+    return float(gradients.on_hidden(torch.eye(OBJECTIVES)[list(objectives)].sum(0)).norm())
+
+
+@given(st.floats(0.1, 10), st.floats(1e-4, 1e4), st.integers(1, 2), st.integers(0, 9))
 def test_the_ratio_of_gradients_is_the_configured_one(
-    ratio: float, teacher_scale: float, seed: int
+    ratio: float, teacher_scale: float, num_heads: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    label_gradient, teacher_gradient = torch.randn(8, 4), teacher_scale * torch.randn(8, 4)
-    added = GradientBalancer(ratio)(label_gradient, teacher_gradient) - label_gradient
-    assert float(added.norm() / label_gradient.norm()) == pytest.approx(ratio, rel=1e-3)
+    labels, teacher = head_gradients(1), head_gradients(num_heads, teacher_scale)
+    added = GradientBalancer(ratio, OBJECTIVES, by_objective=False)(labels, teacher)
+    label_norm = gradient_norm(labels, *range(OBJECTIVES))
+    assert float(added.norm()) / label_norm == pytest.approx(ratio, rel=1e-3)
+
+
+@given(st.floats(0.1, 10), st.floats(1e-4, 1e4), st.integers(1, 2), st.integers(0, 9))
+def test_the_ratio_of_gradients_holds_for_each_objective(
+    ratio: float, teacher_scale: float, num_heads: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    labels, teacher = head_gradients(1), head_gradients(num_heads, teacher_scale)
+    balancer = GradientBalancer(ratio, OBJECTIVES, by_objective=True)
+    added = balancer(labels, teacher)
+    torch.testing.assert_close(added, teacher.on_hidden(balancer.scales))
+    for objective in range(OBJECTIVES):
+        added_norm = gradient_norm(teacher, objective) * float(balancer.scales[objective])
+        assert added_norm / gradient_norm(labels, objective) == pytest.approx(ratio, rel=1e-3)
+
+
+def test_an_objective_without_labels_in_a_batch_keeps_the_scale_of_its_gradient() -> None:
+    torch.manual_seed(0)
+    balancer = GradientBalancer(1.0, OBJECTIVES, by_objective=True)
+    labels, teacher = head_gradients(1), head_gradients(2)
+    balancer(labels, teacher)
+    before = balancer.scales[0].clone()
+    has_labels = labels.objectives > 0
+    balancer(replace(labels, outputs=labels.outputs * has_labels), teacher)
+    assert balancer.scales[0] == pytest.approx(float(before))
 
 
 def read_request(request_id: str, reader: ExampleReader) -> Batch:

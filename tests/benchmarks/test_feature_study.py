@@ -1,0 +1,64 @@
+"""The study of features: changed counters, their tables and the verdicts."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness import KUAIRAND_SPEC, SIMULATOR_SPEC
+from benchmarks.studies.counter_changes import CHANGES, CounterChange
+from benchmarks.studies.feature_study import tables_with_counters, write_spec
+from benchmarks.studies.features import features_table
+from benchmarks.studies.model_changes import DataSet
+from benchmarks.studies.seeded_estimates import SeededEstimate
+from etl.spec import load_spec
+from etl.tables.lake import Lake
+from tests.conftest import FIRST
+from tests.pipeline import rows
+
+SPECS: dict[DataSet, Path] = {"simulated": SIMULATOR_SPEC, "kuairand": KUAIRAND_SPEC}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_change_makes_a_valid_spec_with_other_counters(name: str, tmp_path: Path) -> None:
+    for data, change in CHANGES[name].items():
+        base = load_spec(SPECS[data])
+        changed = write_spec(base, change, tmp_path / "spec.yaml")
+        assert changed.counters.columns != base.counters.columns
+        same = {"counters": base.counters}
+        assert changed.model_copy(update=same).hash == base.hash, "only counters are changed"
+
+
+@pytest.mark.spark
+def test_only_the_examples_are_built_with_changed_counters(lake: Lake, tmp_path: Path) -> None:
+    change = CounterChange({"windows": ["1d", "2d"]}, {"keys": [["hour"]]})
+    changed = tables_with_counters(lake, change, tmp_path)
+    day = FIRST + timedelta(days=1)
+    names = {counter.column for counter in lake.spec.counters.columns if counter.period == 86400}
+    assert names
+    before, after = (
+        {row["impression_id"]: row for row in rows(each, "examples") if row["day"] == day}
+        for each in (lake, changed)
+    )
+    assert before.keys() == after.keys()
+    for impression, row in before.items():
+        assert {name: after[impression][name] for name in names} == {n: row[n] for n in names}
+    new = {counter.column for counter in changed.spec.counters.columns} - names
+    assert any(name.startswith("cnt_hour_") for name in new) and new <= set(after[impression])
+    assert tables_with_counters(lake, change, tmp_path).version("examples") == changed.version(
+        "examples"
+    ), "they are built once"
+
+
+def test_changes_are_better_only_beyond_the_noise_of_all_comparisons() -> None:
+    def estimate(value: float, error: float) -> SeededEstimate:
+        return SeededEstimate(value, error, 1000.0)
+
+    clear, marginal, worse = estimate(-1e-3, 1e-4), estimate(-2.1e-4, 1e-4), estimate(1e-3, 1e-4)
+    rows: dict[tuple[DataSet, str], dict[str, SeededEstimate]] = {
+        ("kuairand", "first"): {"click": clear, "like": marginal},
+        ("simulated", "first"): {"click": worse, "like": marginal},
+    }
+    result = features_table(rows, 2)
+    assert marginal.p_value < 0.05, "alone they would be outside noise"
+    assert result.figures == {"better_kuairand": ["first, click"], "better_simulated": []}
