@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from benchmarks.pipelines import run_steps_in_process
 from benchmarks.studies.ablation_trials import (
     VALIDATION_DAYS,
     KuaiRandTrials,
@@ -19,13 +20,13 @@ from benchmarks.studies.model_changes import DataSet
 from benchmarks.studies.prequential import PrequentialTrials
 from benchmarks.studies.seeded_estimates import SeededEstimate, ne_difference_over_seeds
 from benchmarks.studies.trials import MODEL_OUTPUTS, TrialRunner
+from dags.pipeline import data_steps
+from dags.steps import PipelinePaths
 from etl.errors import UserError
-from etl.runtime.spark import spark_session
 from etl.spec import DataSpec, load_spec
 from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
 from etl.tables.maintenance import upgrade_lake
-from features.examples import build_examples
 from training.config import TrainConfig
 from training.evaluation.predictions import Predictions
 
@@ -88,7 +89,7 @@ def build_tables(data: DataSet, work: Path, kuairand: Path) -> Lake:
 
 
 def tables_with_counters(base: Lake, change: CounterChange, folder: Path) -> Lake:
-    """The tables of a lake with changed counters, built once: all but the examples are copied."""
+    """The tables of a lake with changed counters, built once: those that stay valid are copied."""
     folder.mkdir(parents=True, exist_ok=True)
     spec, built = write_spec(base.spec, change, folder / "spec.yaml"), folder / "lake"
     if not built.exists():
@@ -96,9 +97,11 @@ def tables_with_counters(base: Lake, change: CounterChange, folder: Path) -> Lak
         shutil.rmtree(partial, ignore_errors=True)
         ignored = shutil.ignore_patterns("examples", *MODEL_OUTPUTS)
         shutil.copytree(base.root, partial, symlinks=True, ignore=ignored)
-        upgrade_lake(str(partial), base.spec, spec)
-        spark_session("bench features")
-        build_examples(Lake(str(partial), spec), base.day_range("examples"))
+        removed = set(upgrade_lake(str(partial), base.spec, spec).rebuilt_tables)
+        first, last = base.day_range("events")
+        paths = PipelinePaths(folder / "spec.yaml", "", str(partial))
+        steps = data_steps(spec, paths, ("--days", f"{first}:{last}"))
+        run_steps_in_process([step for step in steps if removed & set(step.writes)])
         partial.rename(built)
     return Lake(str(built), spec)
 

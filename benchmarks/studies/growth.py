@@ -2,8 +2,8 @@
 
 Without `--work` the committed figures are printed. With it, a lake is aged by runs on small
 simulated days: all steps that need no trained model, and the feature store. Days up to the first
-compared age and shortly before the others are run one by one, the rest by the week. Each step is
-measured; a study that is interrupted goes on after the last measured run.
+compared age and shortly before the others are run one by one, the rest two weeks at a time. Each
+step is measured; a study that is interrupted goes on after the last measured run.
 """
 
 import os
@@ -14,7 +14,7 @@ from datetime import date, timedelta
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 from pydantic import Field
@@ -33,8 +33,8 @@ SIMULATOR = ROOT / "conf" / "simulator" / "growth.yaml"
 FIRST_DAY = date(2026, 1, 1)
 AGES = (30, 90, 365)  # days
 MEASURED_DAYS = 7  # that end at an age: snapshots are made once a week
-DAILY_RUNS = 9  # before an age: the first ones follow a run of a week
-LONGEST_RUN = 7  # days of a run of which no day is compared
+DAILY_RUNS = 9  # before an age: the first ones follow a run of two weeks
+LONGEST_RUN = 14  # days of a run of which no day is compared
 MIN_CPU_SECONDS = 5.0  # steps below are too short to compare their CPU time
 GOALS = {"worst_step_ratio": "<= 1.15"}
 RESULT = RESULTS / "growth.json"
@@ -218,25 +218,47 @@ def summarize(costs: list[StepCost], days: int) -> BenchmarkResult:
         "One more day, by the age of the lake in days",
         ("step", *(f"MB read at {age}" for age in ages), *(f"CPU s at {age}" for age in ages)),
     )
-    ratios = {}
+    by_step = {}
     for step in dict.fromkeys(cost.step for cost in costs):
         measured = [costs_at(costs, step, age) for age in ages]
         if not all(measured):
             continue
-        megabytes = [mean(cost.bytes_read for cost in rows) / 1e6 for rows in measured]
-        cpu = [median(cost.cpu_seconds for cost in rows) for rows in measured]
-        cells = (f"{value:.2f}" for value in (*megabytes, *cpu))
-        result.rows.append((step, *cells))
-        if len(ages) == 1:
-            continue
-        ratios[f"{step} bytes"] = megabytes[-1] / megabytes[0]
-        if cpu[-1] > MIN_CPU_SECONDS:
-            ratios[f"{step} cpu"] = cpu[-1] / cpu[0]
+        by_step[step] = [MeanCost.of(rows) for rows in measured]
+        megabytes = (f"{cost.megabytes:.2f}" for cost in by_step[step])
+        cpu = (f"{cost.cpu_seconds:.2f}" for cost in by_step[step])
+        result.rows.append((step, *megabytes, *cpu))
+    ratios = growth_ratios({step: (c[0], c[-1]) for step, c in by_step.items() if len(ages) > 1})
     for name, ratio in ratios.items():
         result.record(f"{name.replace(' ', '_')}_ratio", ratio, "")
     reason = f"two ages are compared: run --days {AGES[1]} or more"
     result.record("worst_step_ratio", max(ratios.values(), default=None), reason)
+    later = growth_ratios({step: (c[1], c[-1]) for step, c in by_step.items() if len(ages) > 2})
+    reason = f"three ages are compared: run --days {AGES[2]} or more"
+    result.record(f"worst_step_ratio_from_{AGES[1]}", max(later.values(), default=None), reason)
     return result
+
+
+class MeanCost(NamedTuple):
+    """The mean of the bytes and the median of the CPU seconds of a step on some days."""
+
+    megabytes: float
+    cpu_seconds: float
+
+    @classmethod
+    def of(cls, costs: list[StepCost]) -> "MeanCost":
+        """That of the costs of each day."""
+        megabytes = mean(cost.bytes_read for cost in costs) / 1e6
+        return cls(megabytes, median(cost.cpu_seconds for cost in costs))
+
+
+def growth_ratios(by_step: dict[str, tuple[MeanCost, MeanCost]]) -> dict[str, float]:
+    """What steps cost at one age over what they cost at an earlier one, by step and resource."""
+    ratios = {}
+    for step, (earlier, last) in by_step.items():
+        ratios[f"{step} bytes"] = last.megabytes / earlier.megabytes
+        if last.cpu_seconds > MIN_CPU_SECONDS:
+            ratios[f"{step} cpu"] = last.cpu_seconds / earlier.cpu_seconds
+    return ratios
 
 
 def costs_at(costs: list[StepCost], step: str, age: int) -> list[StepCost]:

@@ -291,6 +291,9 @@ def test_the_growth_of_a_lake_is_the_largest_ratio_of_two_ages() -> None:
     )
     assert two_ages.figures["worst_step_ratio"] == two_ages.figures["history_bytes_ratio"] == 3.0
     assert [row[0] for row in two_ages.rows] == ["history"], "a step with two ages"
+    three_ages = growth.summarize(growth_costs("history", growth.AGES, 1000), growth.AGES[-1])
+    assert three_ages.figures["worst_step_ratio"] == pytest.approx(365 / 30)
+    assert three_ages.figures["worst_step_ratio_from_90"] == pytest.approx(365 / 90)
 
 
 def test_runs_of_the_study_of_growth_cover_each_day_once_and_compared_days_alone() -> None:
