@@ -27,6 +27,7 @@ from etl.ingest.arrival import (
 from etl.spec import DataSpec
 from etl.spec.base import StrictModel
 from etl.spec.units import date_range
+from etl.tables.day_order import first_unfinished_day
 from etl.tables.uri import resolve_uri
 
 
@@ -49,8 +50,8 @@ class RefreshPlan(StrictModel):
 def plan_refresh(spec: DataSpec, raw: str, lake: str, data_until: int) -> RefreshPlan:
     """The plan of a refresh with data until an epoch second.
 
-    Its days are the current one, those since the last ingest, and all after a day within
-    `allowed_lateness` whose files have changed since they were read.
+    Its days are the current one, those since the last ingest or that a step has not finished, and
+    all after a day within `allowed_lateness` whose files have changed since they were read.
 
     Raises:
         UserError: No earlier day has been ingested, or no event log of the day has files.
@@ -65,7 +66,8 @@ def plan_refresh(spec: DataSpec, raw: str, lake: str, data_until: int) -> Refres
             "days with `gemline run` before refreshing the current one"
         )
     changed = [day for day in earlier if day_file_states(spec, raw, day) != read[day]]
-    first = min([max(earlier) + timedelta(days=1), *changed])
+    unfinished = first_unfinished_day(spec, lake) or last
+    first = min([max(earlier) + timedelta(days=1), unfinished, *changed])
     files = {day: day_file_states(spec, raw, day) for day in date_range(first, last)}
     _require_event_log(spec, raw, files[last], last)
     missing = {

@@ -38,6 +38,7 @@ from etl.spec.model import DataSpec
 from etl.spec.sources import AttributeSource
 from etl.spec.units import MICROS, DayRange
 from etl.tables import schemas, spark_io
+from etl.tables.day_order import last_finished_day
 from etl.tables.declared_columns import AUCTION_TYPES, auction_columns
 from etl.tables.lake import Lake, create_table
 from etl.tables.schemas import STATIC_DAY
@@ -91,7 +92,8 @@ def _is_readable_for(lake: Lake, source: AttributeSource, days: DayRange) -> boo
     if source.is_partitioned_by_day:
         table = schemas.attributes(lake.spec, source.entity).name
         if source.stores_changes and lake.exists(table) and lake.count_rows(table):
-            check_no_later_days(lake, days)
+            if not _are_later_versions_unread(lake, days):
+                check_no_later_days(lake, days)
             _check_no_later_versions(lake, table, days)
         return True
     latest = lake.last_ingested_day()
@@ -107,6 +109,16 @@ def _is_readable_for(lake: Lake, source: AttributeSource, days: DayRange) -> boo
         "%s is a snapshot: its changes are valid from the end of %s on", source.location, days[1]
     )
     return True
+
+
+def _are_later_versions_unread(lake: Lake, days: DayRange) -> bool:
+    """Whether no step has read versions after some days, although later days may be ingested.
+
+    That is so if this step failed on these days, because those after it were refused then.
+    """
+    read_until = last_finished_day(lake.root, "items")
+    is_read_by_ingest = lake.spec.ingest_uses_item_attributes
+    return read_until is not None and read_until <= days[1] and not is_read_by_ingest
 
 
 def _check_no_later_versions(lake: Lake, table: str, days: DayRange) -> None:

@@ -30,12 +30,12 @@ from etl.tables.maintenance import upgrade_lake
 from training.config import TrainConfig
 from training.evaluation.predictions import Predictions
 
-SPLIT = DaySplit(  # of the simulated logs; the day after the test day is the first reported one
-    train_first=date(2026, 1, 8),
-    train_last=date(2026, 1, 10),
+SPLIT = DaySplit(  # of the simulated logs; other studies report days from 11 January on
+    train_first=date(2026, 1, 6),
+    train_last=date(2026, 1, 8),
     calibration=None,
-    test_first=date(2026, 1, 11),
-    test_last=date(2026, 1, 11),
+    test_first=date(2026, 1, 9),
+    test_last=date(2026, 1, 9),
     data_until=date(2026, 1, 14),
 )
 

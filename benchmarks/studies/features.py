@@ -2,7 +2,7 @@
 
 Without `--work` the committed figures are printed. With it, a long study builds examples with the
 changed counters and trains GEM on them, on days before those that other studies report: KuaiRand's
-26 and 27 April, and 11 January of the bench data of the simulator. Tables and finished trainings
+26 and 27 April, and 9 January of the bench data of the simulator. Tables and finished trainings
 are kept there, and the study resumes from them.
 """
 

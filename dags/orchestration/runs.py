@@ -30,6 +30,7 @@ from etl.ingest.arrival import (
 from etl.spec import DataSpec
 from etl.spec.base import StrictModel
 from etl.spec.units import date_range, parse_date_range
+from etl.tables.day_order import first_unfinished_day
 
 
 class PipelineRun(StrictModel):
@@ -107,7 +108,10 @@ def run_from_context(
 
 
 def plan_run(spec: DataSpec, raw: str, lake: str, run: PipelineRun) -> PipelineRun:
-    """The run, extended by earlier days whose files changed, and with its missing sources.
+    """The run with its missing sources, and with earlier days whose tables must be built again.
+
+    These are days whose files changed, and days that were ingested but not finished by a later
+    step: it failed for good.
 
     Raises UserError where no event log of a new day is complete.
     """
@@ -119,6 +123,9 @@ def plan_run(spec: DataSpec, raw: str, lake: str, run: PipelineRun) -> PipelineR
     earlier_days = date_range(oldest, day_before)
     changed_days = [day for day in earlier_days if has_changed_files(spec, raw, lake, day)]
     first = min([run.new_from, *changed_days])
+    unfinished = first_unfinished_day(spec, lake)
+    if unfinished and unfinished < first and ingested_file_states(lake, unfinished) is not None:
+        first = unfinished
     repeated_days = date_range(first, day_before)
     missing = {day: incomplete_sources(spec, raw, day) for day in repeated_days} | missing
     return run.model_copy(
@@ -203,5 +210,5 @@ def send_run_alerts(spec_name: str, run: PipelineRun) -> None:
     if run.first < run.new_from:
         send_alert(
             f"{spec_name} {run.last}: files of {run.first} are new or changed since they "
-            f"were read; the tables of {run.day_range} are rebuilt"
+            f"were read, or a step of it failed; the tables of {run.day_range} are rebuilt"
         )

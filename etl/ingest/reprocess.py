@@ -56,8 +56,7 @@ def reprocess_quarantine(lake: Lake, days: DayRange) -> dict[str, int]:
         with with_named_fields(lake, records, stored_days) as named:
             # An erasure may have missed a record whose user could not be read.
             completed = mark_erased_events(lake, named, "line").filter("reasons IS NOT NULL")
-            changed_days = _first_valid_day(completed) or days[1], days[1]
-            return _release_records(lake, days, changed_days, quarantined, completed)
+            return _release_records(lake, days, quarantined, completed)
 
 
 def _first_valid_day(records: DataFrame) -> date | None:
@@ -68,30 +67,33 @@ def _first_valid_day(records: DataFrame) -> date | None:
 
 
 def _release_records(
-    lake: Lake,
-    days: DayRange,
-    changed_days: DayRange,
-    quarantined: DataFrame,
-    records: DataFrame,
+    lake: Lake, days: DayRange, quarantined: DataFrame, records: DataFrame
 ) -> dict[str, int]:
     """Write the tables from the quarantined records as they are normalized now.
 
-    None of these is valid before `changed_days`: earlier events stay as they are.
+    Events before the first day with a valid record stay as they are.
     """
     before, after = count_rows_by_day(quarantined), count_rows_by_day(records)
-    stored = read_valid_events(lake, changed_days)
-    released = records.filter("reasons = ''").select(stored.columns)
-    invalid = records.filter("reasons != ''")
+    valid, invalid = records.filter("reasons = ''"), records.filter("reasons != ''")
+    first_day = _first_valid_day(records)
     if before:  # an interrupted run has changed tables, too, and the next may find nothing to do
         step_state.renew_run_id(lake.root, "ingest")
-    with split_events(lake, stored.unionByName(released), changed_days) as event_split:
-        write_events(lake, event_split, changed_days)
+    if first_day:
+        _add_events(lake, valid, (first_day, days[1]))
     write_quarantine(lake, lake.spec.log_sources, invalid, days)
     write_ingest_metrics(lake, _recompute_metrics(lake, days, before, after), days)
     if not before:
         raise UserError(f"no record of {days[0]} to {days[1]} is in quarantine in {lake.root}")
     step_state.renew_run_id(lake.root, "ingest")  # a step may have read tables between the writes
-    return {"released": released.count(), "still quarantined": invalid.count()}
+    return {"released": valid.count(), "still quarantined": invalid.count()}
+
+
+def _add_events(lake: Lake, valid: DataFrame, days: DayRange) -> None:
+    """Write the events of some days again, with valid records in addition to the stored ones."""
+    stored = read_valid_events(lake, days)
+    events = stored.unionByName(valid.select(stored.columns))
+    with split_events(lake, events, days) as event_split:
+        write_events(lake, event_split, days)
 
 
 def _recompute_metrics(

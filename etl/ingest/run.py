@@ -172,7 +172,7 @@ def split_events(lake: Lake, valid_events: DataFrame, days: DayRange) -> Iterato
 
 def write_events(lake: Lake, event_split: EventSplit, days: DayRange) -> None:
     """Replace a range of days of `excluded_events` and `events`; later steps have to follow."""
-    reopen_days(lake, days[0])
+    reopen_days(lake.spec, lake.root, days[0])
     where = spark_io.day_range_predicate(*days)
     spark_io.replace_partitions(
         lake, schemas.excluded_events(lake.spec), event_split.excluded, where, {}

@@ -19,6 +19,7 @@ from etl.spec.sections import RetainedTable
 from etl.spec.units import DAY
 from etl.tables import atomic_io, step_state
 from etl.tables.code_registry import register_codes
+from etl.tables.day_order import forget_days
 from etl.tables.erased_versions import holds_erased_users
 from etl.tables.lake import (
     REPARTITIONING,
@@ -184,6 +185,7 @@ def upgrade_lake(lake_root: str, old_spec: DataSpec, new_spec: DataSpec) -> Upgr
     assert not plan.repartitioned_tables
     lake = Lake(lake_root, new_spec)
     register_codes(lake_root, lake.spec)
+    forget_days(lake_root, plan.rebuilt_tables)
     for name in plan.rebuilt_tables:
         atomic_io.remove_folder(resolve_uri(lake_root, name))
     atomic_io.remove_folder(resolve_uri(lake_root, "models", "domains"))

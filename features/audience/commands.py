@@ -29,13 +29,15 @@ def count(args: RawArgs) -> None:
     """Load labels of data providers and audits, and count impressions by campaign and labels."""
     from etl.reports import AUDIENCE_REPORTS, load_reports
     from etl.runtime.spark import spark_session
+    from etl.tables.day_order import days_in_order
     from features.audience.counts import count_audiences
 
     _require_audiences(args)
     lake = args.open_lake()
-    spark_session("audience")
-    loaded = load_reports(lake, args.raw, args.day_range, AUDIENCE_REPORTS)
-    print_counts("audience", loaded | count_audiences(lake, args.day_range))
+    with days_in_order(lake, "audience", args.day_range):
+        spark_session("audience")
+        loaded = load_reports(lake, args.raw, args.day_range, AUDIENCE_REPORTS)
+        print_counts("audience", loaded | count_audiences(lake, args.day_range))
 
 
 class AuditArgs(LakeArgs):

@@ -189,14 +189,16 @@ def load(args: RawArgs) -> None:
     """Load billed spend, and join it with the outcomes of the campaigns' impressions."""
     from etl.reports import SPEND_REPORTS, load_reports
     from etl.runtime.spark import spark_session
+    from etl.tables.day_order import days_in_order
     from features.roi.campaign_days import build_campaign_days
     from ranking.roi.tables import require_roi
 
     require_roi(args.load_spec())
     lake = args.open_lake()
-    spark_session("roi")
-    loaded = load_reports(lake, args.raw, args.day_range, SPEND_REPORTS)
-    counts = loaded | build_campaign_days(lake, args.day_range)
+    with days_in_order(lake, "campaign_days", args.day_range):
+        spark_session("roi")
+        loaded = load_reports(lake, args.raw, args.day_range, SPEND_REPORTS)
+        counts = loaded | build_campaign_days(lake, args.day_range)
     print("roi: " + ", ".join(f"{table} {rows:,} rows" for table, rows in counts.items()))
 
 

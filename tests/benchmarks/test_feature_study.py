@@ -5,12 +5,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import KUAIRAND_SPEC, SIMULATOR_SPEC
+from benchmarks.pipelines import BENCH_DAYS
+from benchmarks.studies import agreement, scaling
 from benchmarks.studies.counter_changes import CHANGES, CounterChange
-from benchmarks.studies.feature_study import tables_with_counters, write_spec
+from benchmarks.studies.feature_study import SPLIT, tables_with_counters, write_spec
 from benchmarks.studies.features import features_table
 from benchmarks.studies.model_changes import DataSet
 from benchmarks.studies.seeded_estimates import SeededEstimate
+from dags.pipeline import latest_mature_split
 from etl.spec import load_spec
+from etl.spec.units import parse_date_range
 from etl.tables.lake import Lake
 from tests.pipeline import rows
 
@@ -25,6 +29,12 @@ def test_each_change_makes_a_valid_spec_with_other_counters(name: str, tmp_path:
         assert changed.counters.columns != base.counters.columns
         same = {"counters": base.counters}
         assert changed.model_copy(update=same).hash == base.hash, "only counters are changed"
+
+
+def test_counters_are_chosen_on_days_before_those_that_other_studies_report() -> None:
+    reported = latest_mature_split(load_spec(SIMULATOR_SPEC), *parse_date_range(BENCH_DAYS))
+    assert SPLIT.test_last < reported.test_first
+    assert SPLIT.test_last < min(scaling.SPLIT.test_first, agreement.SPLIT.test_first)
 
 
 @pytest.mark.spark

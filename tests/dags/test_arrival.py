@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from datetime import date, timedelta
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from etl.ingest.arrival import (
 )
 from etl.spec import DataSpec, load_spec
 from etl.spec.units import date_range
+from etl.tables.day_order import days_in_order
+from etl.tables.lake import Lake
 from tests.conftest import FIRST, short_spec
 
 SURFACES = ("feed", "reels", "messaging")
@@ -95,6 +98,29 @@ def test_late_sources_are_processed_when_they_arrive_and_missing_ones_are_named(
     assert runs[2].missing_sources == {day2: ("messaging",), day3: ("messaging",)}
     assert runs[3].missing_sources == {day3: ("messaging",), day4: ("messaging",)}
     assert runs[4].missing_source_names == "messaging"
+
+
+def test_a_day_whose_tables_were_not_finished_is_built_again(
+    spec: DataSpec, tmp_path: Path
+) -> None:
+    day1, day2, day3 = DAYS[:3]
+    lake = Lake(str(tmp_path / "lake"), spec)
+
+    def finish(step: str, day: date) -> None:
+        with days_in_order(lake, step, (day, day)):
+            pass
+
+    for name, day in product(SURFACES, (day1, day2, day3)):
+        deliver(tmp_path / "raw", name, day)
+    record_ingest(spec, tmp_path, run_of(day1))
+    finish("labels", day1)
+    finish("history", day1)
+    assert plan(spec, tmp_path, day3).first == day3, "tables of the second day are not due yet"
+    record_ingest(spec, tmp_path, run_of(day2))
+    finish("labels", day2)
+    assert plan(spec, tmp_path, day3).first == day2
+    finish("history", day2)
+    assert plan(spec, tmp_path, day3).first == day3
 
 
 def test_a_day_without_a_log_is_refused_by_name(spec: DataSpec, tmp_path: Path) -> None:

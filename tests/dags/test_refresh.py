@@ -16,6 +16,8 @@ from etl.errors import UserError
 from etl.ingest.arrival import day_file_states, record_ingested_files
 from etl.spec import DataSpec, load_spec
 from etl.spec.units import date_range
+from etl.tables.day_order import TABLES_OF_STEPS, days_in_order, reopen_days
+from etl.tables.lake import Lake
 from gemline import main
 from tests.cli import parse_command
 from tests.conftest import FIRST, SPEC
@@ -80,6 +82,24 @@ def test_a_refresh_reads_days_that_no_run_has_read(spec: DataSpec, folder: Path)
         (folder / "lake" / "_pipeline" / "raw_files" / f"{day}.json").unlink(missing_ok=True)
     with pytest.raises(UserError, match="has been ingested: process whole days"):
         planned_days(spec, folder)
+
+
+def test_a_refresh_repeats_days_that_an_interrupted_one_left_unfinished(
+    spec: DataSpec, folder: Path
+) -> None:
+    """The interrupted one read late files, so that these are no longer new."""
+    lake = Lake(str(folder / "lake"), spec)
+    steps = [step for step in TABLES_OF_STEPS if step != "attributes"]
+    for step in TABLES_OF_STEPS:
+        with days_in_order(lake, step, (FIRST, DAYS[-2])):
+            pass
+    assert planned_days(spec, folder) == f"{TODAY}:{TODAY}"
+    reopen_days(spec, lake.root, DAYS[-2])  # by the ingest of the interrupted refresh
+    assert planned_days(spec, folder) == f"{DAYS[-2]}:{TODAY}"
+    for step in steps:
+        with days_in_order(lake, step, (DAYS[-2], TODAY)):
+            pass
+    assert planned_days(spec, folder) == f"{DAYS[-2]}:{TODAY}", "attributes were not read"
 
 
 def test_sources_without_files_yet_are_missing(spec: DataSpec, folder: Path) -> None:

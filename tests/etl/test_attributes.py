@@ -14,6 +14,7 @@ from etl.errors import UserError
 from etl.spec import load_spec
 from etl.tables import schemas, spark_io
 from etl.tables.arrow import snapshot
+from etl.tables.day_order import days_in_order
 from etl.tables.lake import Lake
 from tests.pipeline import rows
 
@@ -70,6 +71,15 @@ def versions(lake: Lake) -> list[tuple[str, int, str]]:
     """User, the second from which a version is valid, and its plan."""
     stored = snapshot(lake, schemas.attributes(lake.spec, "user")).read().to_pylist()
     return sorted((r["user_id"], r["valid_from"] // 10**6, r["attr_plan"]) for r in stored)
+
+
+def write_event(spark: SparkSession, lake: Lake, day: date) -> None:
+    """Write an event of a day, as if the day had been ingested."""
+    schema, start = schemas.events(lake.spec), str(second(day) * 10**6)
+    event = {"day": f"DATE '{day}'", "event_ts": start, "ingest_ts": start}
+    values = [f"CAST({event.get(n, '1')} AS {t}) AS `{n}`" for n, t in schema.columns.items()]
+    events = spark.range(1).selectExpr(*values)
+    spark_io.replace_partitions(lake, schema, events, f"day = '{day}'", {})
 
 
 @pytest.mark.usefixtures("spark")
@@ -144,11 +154,7 @@ def test_a_snapshot_is_not_read_for_a_day_before_the_latest(
     lake, raw = lake_of(tmp_path, SNAPSHOT), str(tmp_path)
     write(tmp_path, "users.json", user("a", "free"))
     load_attributes(lake, raw, (DAY_1, DAY_1))
-    schema, start_of_two = schemas.events(lake.spec), str(second(DAY_2) * 10**6)
-    event = {"day": f"DATE '{DAY_2}'", "event_ts": start_of_two, "ingest_ts": start_of_two}
-    values = [f"CAST({event.get(n, '1')} AS {t}) AS `{n}`" for n, t in schema.columns.items()]
-    events = spark.range(1).selectExpr(*values)
-    spark_io.replace_partitions(lake, schema, events, f"day = '{DAY_2}'", {})
+    write_event(spark, lake, DAY_2)
     write(tmp_path, "users.json", user("a", "paid"))
     with caplog.at_level(logging.WARNING):
         load_attributes(lake, raw, (DAY_1, DAY_1))
@@ -225,3 +231,28 @@ def test_a_day_is_not_loaded_again_without_later_ones_that_were_compared_with_it
         load_attributes(lake, raw, (DAY_2, DAY_2))
     load_attributes(lake, raw, (DAY_2, DAY_3))
     assert [row["day"] for row in rows(lake, "attributes_item")] == [DAY_1, DAY_3]
+
+
+def test_a_day_that_failed_can_be_loaded_after_the_next_day_was_ingested(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Attributes of the next day were refused, so that nothing has been compared with them."""
+    text = SPEC.format(source=BY_DAY).replace("  user:", "  item:").replace("y: user", "y: item")
+    (tmp_path / "spec.yaml").write_text(text)
+    lake, raw = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml")), str(tmp_path)
+    for day, plan in ((DAY_1, "paid"), (DAY_2, "free"), (DAY_3, "free")):
+        write(tmp_path, f"users/{day}.json", user("item", plan))
+    load_attributes(lake, raw, (DAY_1, DAY_1))
+    with days_in_order(lake, "items", (DAY_1, DAY_1)):
+        pass
+    write_event(spark, lake, DAY_3)
+    for day in (DAY_2, DAY_3):
+        load_attributes(lake, raw, (day, day))
+    assert [row["day"] for row in rows(lake, "attributes_item")] == [DAY_1, DAY_2]
+    lake_of_all_days = Lake(str(tmp_path / "at once"), lake.spec)
+    load_attributes(lake_of_all_days, raw, (DAY_1, DAY_3))
+    assert rows(lake_of_all_days, "attributes_item") == rows(lake, "attributes_item")
+    with days_in_order(lake, "items", (DAY_2, DAY_3)):
+        pass
+    with pytest.raises(UserError, match=f"--days {DAY_2}:{DAY_3}"):
+        load_attributes(lake, raw, (DAY_2, DAY_2))

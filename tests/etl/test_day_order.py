@@ -8,7 +8,7 @@ import pytest
 
 from etl.errors import UserError
 from etl.ingest.run import ingest
-from etl.tables.day_order import days_in_order
+from etl.tables.day_order import days_in_order, forget_days
 from etl.tables.lake import Lake
 from etl.tables.uri import resolve_uri
 from gemline import main
@@ -42,6 +42,20 @@ def test_a_step_that_fails_does_not_finish_its_days(own: Lake) -> None:
         raise OSError
     with pytest.raises(UserError, match=f"--days {SECOND}:{THIRD}"):
         finish(own, THIRD, THIRD)
+
+
+def test_after_a_first_build_that_failed_its_days_are_unfinished(own: Lake) -> None:
+    """The failed build may have created the table."""
+    with pytest.raises(OSError), days_in_order(own, "history", (FIRST, SECOND)):  # noqa: PT011
+        raise OSError
+    with pytest.raises(UserError, match=f"--days {FIRST}:{THIRD}"):
+        finish(own, THIRD, THIRD)
+
+
+def test_after_a_rebuild_that_failed_its_days_are_unfinished(own: Lake) -> None:
+    finish(own, FIRST, THIRD)
+    forget_days(own.root, ["history"])  # by an upgrade, which removes the table
+    test_after_a_first_build_that_failed_its_days_are_unfinished(own)
 
 
 def test_days_that_are_built_again_do_not_make_later_ones_unfinished(own: Lake) -> None:

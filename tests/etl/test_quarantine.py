@@ -21,6 +21,7 @@ from etl.ingest.run import ingest
 from etl.spec import load_spec
 from etl.tables import schemas, step_state
 from etl.tables.arrow import snapshot
+from etl.tables.day_order import days_in_order, last_finished_day
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
 from tests.pipeline import rows
@@ -306,6 +307,19 @@ def test_reprocessing_releases_records_that_a_corrected_spec_accepts(
     assert [metrics[name] for name in METRICS] == [5, 3, 1, 1]
     ingest(corrected, str(tmp_path / "raw"), FIRST_DAY_ONLY)
     assert rows(corrected, "ingest_metrics") == [metrics], "the same as after an ingest"
+
+
+def test_a_reprocessing_that_releases_nothing_leaves_events_and_later_steps_as_they_are(
+    empty_lake: Lake, tmp_path: Path
+) -> None:
+    put(tmp_path, "log.json", "\n".join([line("g"), line("k", action="klick")]).encode())
+    ingest(empty_lake, str(tmp_path / "raw"), FIRST_DAY_ONLY)
+    with days_in_order(empty_lake, "history", FIRST_DAY_ONLY):
+        pass
+    version = empty_lake.version("events")
+    assert reprocess_quarantine(empty_lake, FIRST_DAY_ONLY)["released"] == 0
+    assert empty_lake.version("events") == version
+    assert last_finished_day(empty_lake.root, "history") == DAY_1
 
 
 def test_days_before_ingested_days_are_not_reprocessed(lake: Lake) -> None:
