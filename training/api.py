@@ -18,7 +18,7 @@ from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from features.schema import USER_TABLE
 from training.data.batch import Batch, Shuffle
-from training.data.label_window import LabelWindow
+from training.data.label_window import FINAL_LABELS, LabelWindow
 from training.data.reader import ExampleReader
 from training.data.shards import Epoch, ShardDataset
 from training.model.embeddings import ItemRowMap, TorchEmbeddingTables, table_sizes
@@ -53,7 +53,7 @@ class ExampleDataset(ShardDataset):
         sequence: str | None = None,
         max_length: int | None = None,
         surfaces: tuple[str, ...] = (),
-        label_window: LabelWindow | None = None,
+        label_window: LabelWindow = FINAL_LABELS,
         seed: int | None = None,
     ) -> None:
         """Open the tables; histories and examples are read while iterating.
@@ -66,20 +66,17 @@ class ExampleDataset(ShardDataset):
             sequence: The spec's sequence to read histories of; optional if the spec has only one.
             max_length: Events per history, by default the sequence's; 0 reads no history.
             surfaces: Surfaces whose impressions are read; by default all.
-            label_window: Labels to use, by default all that are final. Impressions without
-                one of them are skipped.
+            label_window: Labels to use, by default all that are final: those that are not null in
+                the table. Impressions without one of them are skipped.
             seed: Seed of the order of batches; None for the order in which they are stored.
 
         Raises:
-            UserError: A table or a day is missing, or the spec has no such sequence.
+            UserError: A table or examples of a day are missing, or the spec has no such sequence.
         """
         tables = _open_lake(lake, spec)
         first, last = (_parse_day(day) for day in days)
         reader = ExampleReader.latest(tables, sequence, max_length, surfaces)
         reader.require_days(first, last)
-        if label_window is None:
-            _, data_until = tables.day_range("impressions")
-            label_window = LabelWindow(0, tables.spec.day_end(data_until))
         epoch = Epoch(list(date_range(first, last)), label_window, batch_rows, Shuffle(seed))
         super().__init__(reader, epoch)
 

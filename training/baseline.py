@@ -78,10 +78,24 @@ def load_tabular(
     label_window: LabelWindow,
     buckets: Iterable[int] | None = None,
 ) -> TabularDataset:
+    """`read_tabular`; raises UserError if no impression of the days has a label in the window."""
+    dataset = read_tabular(reader, days, label_window, buckets)
+    if dataset is None:
+        raise UserError(
+            f"no impressions with a final label on {days[0]} to {days[-1]}; choose other days"
+        )
+    return dataset
+
+
+def read_tabular(
+    reader: ExampleReader,
+    days: Sequence[date],
+    label_window: LabelWindow,
+    buckets: Iterable[int] | None = None,
+) -> TabularDataset | None:
     """The inputs of GEM on some days, without histories and without ids of users and items.
 
-    By default all buckets are read. Raises UserError if no impression of the days has a label in
-    the window.
+    By default all buckets are read. None if no impression of the days has a label in the window.
     """
     names = feature_names_of(reader)
     buckets = range(reader.lake.spec.buckets) if buckets is None else buckets
@@ -98,9 +112,7 @@ def load_tabular(
         for _, partition in reader.partitions(days, buckets, label_window)
     ]
     if not parts:
-        raise UserError(
-            f"no impressions with a final label on {days[0]} to {days[-1]}; choose other days"
-        )
+        return None
     assert parts[0].features.shape[1] == len(names)
     return TabularDataset(
         feature_names=names,
@@ -119,7 +131,7 @@ def _per_row(partition: ExamplePartition, values: Int64) -> Int64:
 
 
 def feature_names_of(reader: ExampleReader) -> tuple[str, ...]:
-    """The names of the features of `load_tabular`."""
+    """The names of the features of `read_tabular`."""
     schema = reader.features
     widths = schema.item.vectors | schema.user.vectors | schema.context.vectors
     vectors = [f"{name}_{i}" for name, width in widths.items() for i in range(width)]

@@ -73,7 +73,7 @@ def score_logged_ads(
     """Score all ads of a ranker's surface on some days, with the labels final by `data_until`.
 
     Raises:
-        UserError: A day has no examples, or none of the surface has any.
+        UserError: Examples of a day are missing, or no day has impressions of the surface.
     """
     builder, auction = input_builder(ranker, lake), Auction(lake.spec, ranker.manifest.surface)
     reader, bid_table = builder.reader, load_bids(lake, builder.reader.items, days[0])

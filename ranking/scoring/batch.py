@@ -47,7 +47,7 @@ def scoring_task(lake: Lake, surface: str, days: DayRange) -> ScoreBuckets:
     Days whose labels the live version has learned are scored by `version_to_evaluate`.
 
     Raises:
-        UserError: The surface has no live ranker, or one of another spec; or a day no examples.
+        UserError: The surface has no live ranker, or one of another spec; or examples are missing.
     """
     first_second = lake.spec.day_start(days[0])
     folder = version_to_evaluate(lake.root, surface, first_second, lake.spec).absolute()
@@ -76,7 +76,7 @@ def score_days(lake: Lake, surface: str, days: DayRange) -> int:
         The number of rows written.
 
     Raises:
-        UserError: The surface has no live ranker, or one of another spec; or a day no examples.
+        UserError: The surface has no live ranker, or one of another spec; or examples are missing.
     """
     task = scoring_task(lake, surface, days)
     num_buckets, scores = lake.spec.buckets, model_schemas.scores(lake.spec)

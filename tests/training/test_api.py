@@ -2,16 +2,20 @@
 
 import subprocess
 import sys
-from datetime import timedelta
+from collections import Counter
+from datetime import date, timedelta
 from pathlib import Path
 
+import pyarrow.compute as pc
 import pytest
 import torch
+from deltalake import DeltaTable
 from torch.utils.data import DataLoader
 
 import training
 from etl.errors import UserError
-from etl.tables import arrow, model_schemas
+from etl.spec.units import MICROS
+from etl.tables import arrow, label_schemas, model_schemas
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST, ROOT
 from training.data.batch import Batch, Shuffle, batch_digest
@@ -80,6 +84,47 @@ def test_a_label_window_selects_labels(lake: Lake) -> None:
     late = training.ExampleDataset(lake.root, lake.spec, (FIRST, LAST))
     labels = [sum(int(batch.label_mask.sum()) for batch in dataset) for dataset in (early, late)]
     assert 0 < labels[0] < labels[1]
+
+
+def label_until(lake: Lake, data_until: int) -> None:
+    """Make labels null that are not final at an epoch second, as `--data-until` does."""
+    schema = label_schemas.impressions(lake.spec)
+    table = arrow.snapshot(lake, schema).read()
+    for name in lake.spec.objectives:
+        is_final = pc.less(table[f"label_mature_ts_{name}"], data_until * MICROS["s"])
+        label = pc.if_else(is_final, table[f"label_{name}"], None)
+        table = table.set_column(table.column_names.index(f"label_{name}"), f"label_{name}", label)
+    arrow.replace_rows(lake, schema, table, f"day >= '{FIRST}'", {})
+
+
+@pytest.mark.parametrize("first", [FIRST, LAST])
+def test_during_a_day_a_dataset_has_exactly_the_labels_that_are_not_null(
+    own: Lake, first: date
+) -> None:
+    label_until(own, own.spec.day_start(LAST) + 14 * 3600)
+    rows = arrow.snapshot(own, label_schemas.impressions(own.spec)).read().to_pylist()
+    expected = {
+        (row["impression_id"], column)
+        for row in rows
+        for column, name in enumerate(own.spec.objectives)
+        if row["day"] >= first and row[f"label_{name}"] is not None
+    }
+    dataset = training.ExampleDataset(own.root, own.spec, (first, LAST), max_length=0)
+    labels = [
+        (impression, column)
+        for batch in dataset
+        for impression, mask in zip(batch.impression_ids, batch.label_mask.numpy(), strict=True)
+        for column in mask.nonzero()[0].tolist()
+    ]
+    assert len(labels) > 100 and Counter(labels) == Counter(expected)
+
+
+def test_a_dataset_has_labels_that_matured_on_a_later_day_without_impressions(own: Lake) -> None:
+    every = training.ExampleDataset(own.root, own.spec, (FIRST, FIRST), max_length=0)
+    before = sum(int(batch.label_mask.sum()) for batch in every)
+    DeltaTable(own.table_uri("impressions")).delete(f"day > '{FIRST}'")
+    without_later = training.ExampleDataset(own.root, own.spec, (FIRST, FIRST), max_length=0)
+    assert sum(int(batch.label_mask.sum()) for batch in without_later) == before
 
 
 def test_a_data_loader_with_workers_yields_each_batch_once(lake: Lake, spec_path: Path) -> None:

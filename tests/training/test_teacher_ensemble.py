@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from deltalake import DeltaTable
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import expit
@@ -22,6 +23,7 @@ from etl.tables.lake import Lake, arrow_schema
 from etl.tables.maintenance import upgrade_lake
 from tests.conftest import FIRST, LAST
 from tests.dags.test_upgrade import new_counter, write_changed_spec
+from tests.training.test_labels_learned_once import delay_labels
 from tests.world import World, copy_of
 from training.baseline import feature_names_of, load_tabular
 from training.config import TeacherConfig, TrainConfig
@@ -155,6 +157,37 @@ def test_days_that_were_scored_before_an_objective_was_added_are_no_evidence_for
     table = pq.read_table(path).drop_columns([f"logit_{added}", f"trees_{added}"])
     pq.write_table(table, path)
     assert blend_weights(own, SECOND, THIRD, 14) == before | {added: 0.0}
+
+
+def test_without_final_labels_on_the_first_day_gem_scores_the_second_one_alone(
+    own: Lake, tmp_path: Path
+) -> None:
+    """As if each label became final a day later: the teacher trains the same days as GEM alone."""
+    delay_labels(own, own.spec.objectives, 1)
+    gem_alone = copy_of(own, tmp_path / "gem_alone")
+    blended = TeacherConfig(blend="lightgbm")
+    predictions = []
+    with process_group():
+        for lake, teacher in ((gem_alone, TeacherConfig()), (own, blended)):
+            config = CONFIG.model_copy(update={"teacher": teacher})
+            for day in (FIRST, SECOND):
+                train_teacher(lake, (day, day), config, Timeline())
+                train_teacher_trees(lake, (day, day), config)
+            assert write_teacher_outputs(lake, (SECOND, THIRD)) > 0
+            schema = model_schemas.teacher_predictions(lake.spec)
+            predictions.append(arrow.snapshot(lake, schema).read().drop_columns("fm_version"))
+        first, second = load_teacher(own, FIRST, SECOND), load_teacher(own, SECOND, THIRD)
+    assert first.trees is not None and not first.trees.boosters
+    assert second.trees is not None and second.trees.boosters
+    assert predictions[0].equals(predictions[1])
+
+
+def test_a_day_without_impressions_has_no_trees_of_its_own(own: Lake) -> None:
+    DeltaTable(own.table_uri("examples")).delete(f"day = '{SECOND}'")
+    teacher = TeacherConfig(blend="lightgbm", blend_days=1)
+    train_trees(own, SECOND, CONFIG.model_copy(update={"teacher": teacher}))
+    features = feature_names_of(trees_reader(own, CONFIG))
+    assert not load_trees(own, SECOND, features).boosters
 
 
 def test_trees_learn_only_labels_that_are_final_on_their_day(taught: Lake, tmp_path: Path) -> None:

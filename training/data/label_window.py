@@ -6,6 +6,7 @@ same rule as in `etl.labels`.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,9 @@ class LabelWindow:
 
     `mixes_windows` is for training with window mixing, and for calibrations after it: a row has
     the label of one window of each objective. With `includes_swaps` batches have `swap_weights`.
+
+    A label in the window that is null in the table is an error: it should be final. With
+    `skips_null_labels` it is skipped.
     """
 
     start: int
@@ -39,6 +43,7 @@ class LabelWindow:
     include_auxiliary: bool = False
     mixes_windows: bool = False
     includes_swaps: bool = False
+    skips_null_labels: bool = False
     negative_sampling: NegativeSampling | None = None
 
     def contains(self, mature_ts: Int64) -> Bools:
@@ -69,3 +74,4 @@ class LabelWindow:
 
 
 ALL_LABELS = LabelWindow(start=0, end=0, include_unlabelled=True)
+FINAL_LABELS = LabelWindow(start=0, end=sys.maxsize, skips_null_labels=True)

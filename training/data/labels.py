@@ -79,8 +79,11 @@ def labels_of(
     Raises:
         UserError: A label should be final but is null in the table.
     """
-    stored = learned = _StoredLabels.read(spec, tuple(spec.objectives), impressions)
+    stored = _StoredLabels.read(spec, tuple(spec.objectives), impressions)
     extra = _StoredLabels.read(spec, _extra_names(spec, window), impressions)
+    if window.skips_null_labels:
+        stored, extra = stored.only(stored.is_final), extra.only(extra.is_final)
+    learned = stored
     if window.mixes_windows:
         assigned = assigned_windows(spec, window_draw)
         learned = stored.only(assigned.longest)

@@ -109,13 +109,21 @@ class ExampleReader:
         return self._tables["examples"].days()
 
     def require_days(self, first: date, last: date) -> None:
-        """Raises UserError if a day from `first` to `last` has no examples."""
-        present = set(self.days())
-        missing = [str(day) for day in date_range(first, last) if day not in present]
+        """Raises UserError if examples of a day from `first` to `last` are missing."""
+        missing = [str(day) for day in self.missing_days(first, last)]
         if missing:
             raise UserError(
                 f"no examples of {', '.join(missing)}; run `gemline features examples` for them"
             )
+
+    def missing_days(self, first: date, last: date) -> list[date]:
+        """The days from `first` to `last` without examples that may have impressions.
+
+        A day that has been ingested and on which no impression was logged needs no examples.
+        """
+        existing = set(self.days())
+        absent = [day for day in date_range(first, last) if day not in existing]
+        return [day for day in absent if _may_have_impressions(self.lake, day)]
 
     def partitions(
         self, days: Sequence[date], buckets: Iterable[int], label_window: LabelWindow
@@ -265,6 +273,15 @@ class ExampleReader:
         max_events = None if self.event_types else self.history_length
         needed = NeededEvents.of_requests(partition.user_ids, partition.history_length, max_events)
         return self._histories.load(bucket, needed)
+
+
+def _may_have_impressions(lake: Lake, day: date) -> bool:
+    """Whether impressions of a day were logged, or the day has not been ingested."""
+    if day not in lake.rows_by_day("ingest_metrics"):
+        return True
+    events = snapshot(lake, schemas.table_schema(lake.spec, "events"))
+    types = events.read(["type"], day=day)["type"].unique().to_pylist()
+    return lake.spec.event_codes[lake.spec.impression_type] in types
 
 
 def _tensors(

@@ -78,7 +78,7 @@ def write_teacher_outputs(
         The number of rows of `teacher_predictions`.
 
     Raises:
-        UserError: A day has no examples, or no checkpoint of GEM can be read or trusted.
+        UserError: Examples of a day are missing, or no checkpoint of GEM can be read or trusted.
     """
     checkpoints = checkpoint.list_checkpoints(lake.root, lake.spec.hash)
     checkpoint.check_readable(lake.root, checkpoints)

@@ -27,7 +27,7 @@ from training.baseline import (
     TabularDataset,
     feature_names_of,
     fit_boosters,
-    load_tabular,
+    read_tabular,
 )
 from training.config import TrainConfig
 from training.data.label_window import LabelWindow
@@ -77,11 +77,11 @@ def trees_reader(lake: Lake, config: TrainConfig) -> ExampleReader:
 def train_trees(lake: Lake, day: date, config: TrainConfig) -> None:
     """Train on the labels of recent days that are final at the end of a day, unless it is done.
 
-    Raises UserError if none of the days has a final label.
+    Without final labels, as on the first day where all labels are slow, there are no trees.
     """
     reader = trees_reader(lake, config)
     oldest = day - timedelta(days=config.teacher.blend_days - 1)
-    days = [d for d in reader.days() if oldest <= d <= day]
+    days = [d for d in reader.days() if oldest <= d <= day] or [day]
     window = LabelWindow(0, lake.spec.day_end(day))
     manifest = TreesManifest(
         spec_hash=lake.spec.hash,
@@ -94,8 +94,9 @@ def train_trees(lake: Lake, day: date, config: TrainConfig) -> None:
     if _holds_trees(folder, manifest):
         log.info("%s holds these trees already", folder)
         return
-    train = load_tabular(reader, days, window)
-    _publish(folder, manifest, fit_boosters(train, lake.spec.objectives, BaselineConfig()))
+    train = read_tabular(reader, days, window)
+    boosters = fit_boosters(train, lake.spec.objectives, BaselineConfig()) if train else {}
+    _publish(folder, manifest, boosters)
 
 
 def _holds_trees(folder: StoragePath, manifest: TreesManifest) -> bool:

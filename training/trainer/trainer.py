@@ -68,7 +68,7 @@ def train_days(
 
     Continues from the checkpoint of the day before the first one, if it exists, or from an
     interrupted call. `timeline` may contain earlier activities of the process. `member` numbers the
-    GEMs of a teacher of several seeds. Raises UserError if a day has no examples.
+    GEMs of a teacher of several seeds. Raises UserError if examples of a day are missing.
     """
     timeline = timeline or Timeline()
     reader = latest_reader(lake, config)
