@@ -25,13 +25,6 @@ TRAINING_TABLES: tuple[RetainedTable, ...] = (
     "teacher_predictions",
     "user_teacher_embeddings",
 )
-SHORT_LABEL_WINDOW_SECONDS = 3600  # leaving out the labels of a day's last hour loses little data
-
-
-def days_until_mature(spec: DataSpec) -> int:
-    """After how many further days of logs the labels of a day can be used."""
-    is_slow = spec.label_maturity_seconds > SHORT_LABEL_WINDOW_SECONDS
-    return spec.label_maturity_days if is_slow else 0
 
 
 def latest_mature_split(
@@ -42,9 +35,9 @@ def latest_mature_split(
     The day before is for calibration, and earlier ones are for training: all of them from `first`
     on, or the latest `max_training_days`. Raises UserError if no day is left for training.
     """
-    maturity_days = days_until_mature(spec)
+    maturity_days = spec.days_until_mature
     test = last - timedelta(days=maturity_days)
-    train_last = test - timedelta(days=2)
+    train_last = last - timedelta(days=spec.ranker_lag_days)
     if train_last < first:
         raise UserError(
             f"--days {first}:{last} is too short: labels of {spec.name} mature after "

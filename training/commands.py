@@ -319,7 +319,7 @@ class CleanArgs(LakeArgs):
     keep_days: Annotated[
         int,
         Field(ge=7),
-        tyro.conf.arg(help="days before the latest checkpoint whose checkpoints are kept"),
+        tyro.conf.arg(help="days whose checkpoints are kept; more where labels mature later"),
     ] = 30
 
 
@@ -328,7 +328,7 @@ def clean(args: CleanArgs) -> None:
     """Remove old GEM checkpoints; those of recent days are needed by late data and rankers."""
     from training.teacher.ensemble import remove_old_models
 
-    removed = remove_old_models(args.lake, args.load_spec().hash, args.keep_days)
+    removed = remove_old_models(args.open_lake(), args.keep_days)
     print(f"clean: removed {len(removed)} checkpoints")
 
 

@@ -39,7 +39,6 @@ from dags.pipeline import (
     SURFACE_COMMANDS,
     TRAINING_TABLES,
     data_steps,
-    days_until_mature,
     gem_steps,
     latest_mature_split,
     ranking_steps,
@@ -201,7 +200,7 @@ def split_of_run(spec: DataSpec, settings: DagSettings, run: PipelineRun) -> Day
 
 def days_read_by_rankers(spec: DataSpec, settings: DagSettings) -> int:
     """How many of the latest days rankers train on, are calibrated on or are tested on."""
-    return settings.training_days + days_until_mature(spec) + 2
+    return settings.training_days + spec.ranker_lag_days
 
 
 def check_retention(spec: DataSpec, settings: DagSettings) -> None:

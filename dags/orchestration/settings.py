@@ -36,7 +36,8 @@ class DagSettings(StrictModel):
         gem: Further flags of `gemline train gem`.
         spark_jars: `--jars` of spark-submit, where the cluster lacks Delta.
         spark_properties: `--properties-file` of spark-submit.
-        keep_days: How many days table versions and GEM checkpoints are kept.
+        keep_days: How many days table versions and GEM checkpoints are kept; checkpoints at least
+            until rankers of their day are trained.
         training_days: On how many days rankers and the baseline train, the latest ones.
     """
 

@@ -22,6 +22,7 @@ LATER_SOURCE_KEYS = (
     *("touch", "touch_key", "touch_window"),
 )
 LATER_COLUMN_KEYS = ("touch", "touch_key")
+SHORT_LABEL_WINDOW_SECONDS = 3600  # leaving out the labels of a day's last hour loses little data
 
 
 class SpecConsistencyError(ValueError):
@@ -83,6 +84,21 @@ class DataSpec(SpecDeclarations):
     def label_maturity_days(self) -> int:
         """Days after which every label of a day is final, rounded up."""
         return -(-self.label_maturity_seconds // DAY)
+
+    @cached_property
+    def days_until_mature(self) -> int:
+        """After how many further days of logs the labels of a day can be used."""
+        is_slow = self.label_maturity_seconds > SHORT_LABEL_WINDOW_SECONDS
+        return self.label_maturity_days if is_slow else 0
+
+    @cached_property
+    def ranker_lag_days(self) -> int:
+        """Days from the last day on which rankers train to the latest day with logs.
+
+        The day after it is for calibration, and the labels of the one after that, the test day, are
+        mature.
+        """
+        return self.days_until_mature + 2
 
     @cached_property
     def label_delay_days(self) -> int:

@@ -3,14 +3,18 @@
 import logging
 import pickle
 import re
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from benchmarks.harness import SIMULATOR_SPEC
+from benchmarks.system.warm_start import manifest_of
+from dags.pipeline import latest_mature_split
 from etl.errors import UserError
 from etl.signature import SIGNING_KEY_VARIABLE, TRUSTED_KEY_VARIABLE
+from etl.spec import load_spec
 from etl.tables import atomic_io
 from etl.tables.lake import Lake
 from gemline import main
@@ -163,6 +167,53 @@ def test_no_new_gem_replaces_one_that_learned_earlier_days(
         assert starting_point(lake, reader, (LAST, LAST), manifest.training)[1] == path
         rebuilt, start = starting_point(lake, reader, (FIRST, LAST), other)
     assert start is None and rebuilt.trained_until == FIRST
+
+
+def test_no_new_gem_of_days_that_a_later_one_has_learned_is_started(
+    own_gem_lake: Lake, spec_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where `train clean` has removed the checkpoints of these days, they are not learned alone."""
+    lake = own_gem_lake
+    for day in (FIRST, SECOND):
+        atomic_io.remove_folder(checkpoint.checkpoint_path(lake.root, day))
+    command = ["train", "gem", "--spec", str(spec_path), "--lake", lake.root, *GEM_FLAGS]
+    for days in (f"{FIRST}", f"{SECOND}", f"{FIRST}:{SECOND}"):
+        assert main([*command, "--days", days]) == 2
+        error = capsys.readouterr().err
+        assert f"GEM until {THIRD} has learned the days from {FIRST} on" in error
+        assert f"on all days from {FIRST} on, at least until {THIRD}" in error
+    checkpoints = checkpoint.list_checkpoints(lake.root, lake.spec.hash)
+    assert [manifest.trained_until for _, manifest in checkpoints] == [THIRD]
+    with pytest.raises(UserError, match=f"GEM until {THIRD} has learned it: choose days"):
+        checkpoint.require_manifest(lake, SECOND)
+    with pytest.raises(UserError, match=f"no GEM was trained until {LAST}; run `gemline train"):
+        checkpoint.require_manifest(lake, LAST)
+
+
+@pytest.mark.parametrize(
+    ("window", "keep_days"), [("1h", 7), ("6d", 7), ("30d", 7), ("30d", 30), ("45d", 30)]
+)
+def test_clean_keeps_the_checkpoint_on_which_rankers_and_evaluations_depend(
+    tmp_path: Path, window: str, keep_days: int
+) -> None:
+    """Right after GEM has learned the latest day, and while it learns the next one."""
+    file = tmp_path / "spec.yaml"
+    file.write_text(SIMULATOR_SPEC.read_text().replace("window: 3d", f"window: {window}"))
+    spec, lake = load_spec(file), str(tmp_path / "lake")
+    trained = manifest_of(spec, TrainConfig(scale="tiny"))
+    days = [FIRST + timedelta(days=n) for n in range(60)]
+    for day in days:
+        is_complete = day < days[-1]
+        folder = checkpoint.checkpoint_path(lake, day, is_complete)
+        manifest = trained.model_copy(update={"trained_until": day, "complete": is_complete})
+        folder.mkdir(parents=True)
+        (folder / checkpoint.MANIFEST).write_text(manifest.model_dump_json())
+    split = latest_mature_split(spec, FIRST, days[-2])
+    where = ["--spec", str(file), "--lake", lake, "--keep-days", str(keep_days)]
+    assert main(["train", "clean", *where]) == 0
+    left = [m.trained_until for _, m in checkpoint.list_checkpoints(lake, spec.hash)]
+    assert split.train_last in left
+    assert min(left) == min(split.train_last, days[-1] - timedelta(days=keep_days))
 
 
 def test_no_new_gem_is_started_where_checkpoints_are_not_trusted(

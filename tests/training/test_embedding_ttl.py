@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.harness import SIMULATOR_SPEC
 from benchmarks.system.warm_start import manifest_of, trained_gem
 from etl.spec import load_spec
+from features.encoding.scalar import MISSING_CATEGORY
 from features.schema import ITEM_TABLE, USER_TABLE
 from training.config import TrainConfig
 from training.data.items import ItemTable
@@ -81,20 +82,33 @@ def test_a_reset_row_equals_a_new_one_and_others_do_not_change() -> None:
         torch.testing.assert_close(first_step, torch.full((WIDTH,), 0.05))
 
 
-def test_expired_rows_of_attributes_read_as_an_unknown_value_and_those_of_users_as_zero() -> None:
+# Row 1 is that of unknown values in a vocabulary, and of some values in the other two.
+START_ROWS = {
+    "item_goal": UNKNOWN_VALUE_ROW,
+    "user_country": MISSING_CATEGORY,
+    "ctx_hour": MISSING_CATEGORY,
+}
+
+
+def test_expired_rows_read_as_unknown_or_missing_values_and_those_of_users_as_zero() -> None:
     model = GemOptions(user_hash_buckets=64)
     config = TrainConfig(scale="tiny", item_table_rows=64, embedding_ttl_days=30, model=model)
     no_items = SimpleNamespace(first_seen_on=lambda _day: np.zeros(0, np.int64))
     with process_group():
         state = trained_gem(manifest_of(load_spec(SIMULATOR_SPEC), config))
-        country, users = (
-            local_shards(state.tables.state_dict()[f"collection.embeddings.{name}.weight"])[0].rows
-            for name in ("user_country", USER_TABLE)
-        )
-        unknown = country[UNKNOWN_VALUE_ROW].clone()
-        is_expired = state.last_access.last_days["user_country"] > NEVER
-        kept = country[~is_expired].clone()
-        assert users.any() and is_expired[UNKNOWN_VALUE_ROW] and is_expired.sum() > 10
+        tables = {
+            name: local_shards(state.tables.state_dict()[f"collection.embeddings.{name}.weight"])[
+                0
+            ].rows
+            for name in (*START_ROWS, USER_TABLE)
+        }
+        before = {name: rows.clone() for name, rows in tables.items()}
+        expired = {name: state.last_access.last_days[name] > NEVER for name in START_ROWS}
+        assert before[USER_TABLE].any() and expired["user_country"].sum() > 10
         start_table_day(state, cast("ItemTable", no_items), TODAY)
-        assert (country[is_expired] == unknown).all() and torch.equal(country[~is_expired], kept)
-        assert not users.any()
+        assert not tables[USER_TABLE].any()
+    for name, start in START_ROWS.items():
+        is_expired = expired[name]
+        assert is_expired[1] and is_expired.sum() > 2
+        assert (tables[name][is_expired] == before[name][start]).all(), name
+        assert torch.equal(tables[name][~is_expired], before[name][~is_expired])

@@ -71,13 +71,13 @@ def train_teacher_trees(lake: Lake, days: DayRange, config: TrainConfig) -> None
             train_trees(lake, day, config)
 
 
-def remove_old_models(lake: str, spec_hash: str, keep_days: int) -> list[date]:
-    """Remove models more than `keep_days` older than the most recent; returns their days."""
-    removed = checkpoint.remove_old_checkpoints(lake, spec_hash, keep_days)
+def remove_old_models(lake: Lake, keep_days: int) -> list[date]:
+    """Remove models as `remove_old_checkpoints` does; returns their days."""
+    removed = checkpoint.remove_old_checkpoints(lake, keep_days)
     if removed:
         oldest_kept = max(removed) + timedelta(days=1)
-        remove_old_trees(lake, oldest_kept)
-        remove_old_day_logits(lake, oldest_kept)
+        remove_old_trees(lake.root, oldest_kept)
+        remove_old_day_logits(lake.root, oldest_kept)
     return removed
 
 

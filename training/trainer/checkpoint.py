@@ -83,8 +83,26 @@ def require_manifest(lake: Lake, day: date, member: int = 0) -> Manifest:
     """
     manifest = read_manifest(checkpoint_path(lake.root, day, member=member), lake.spec.hash)
     if manifest is None:
-        raise UserError(f"no GEM was trained until {day}; run `gemline train gem` for that day")
+        raise UserError(_missing_checkpoint(lake, day, member))
     return manifest
+
+
+def _missing_checkpoint(lake: Lake, day: date, member: int) -> str:
+    """Why there is no checkpoint of a day, and what to do."""
+    complete = [m for _, m in list_checkpoints(lake.root, lake.spec.hash, member) if m.complete]
+    later = [m.trained_until for m in complete if _continues_beyond(m, (day, day))]
+    if not later:
+        return f"no GEM was trained until {day}; run `gemline train gem` for that day"
+    return (
+        f"no checkpoint of GEM until {day} is left, and GEM until {later[-1]} has learned it: "
+        f"choose days for which one is left (the earliest is of {complete[0].trained_until}), or "
+        f"{START_OVER}"
+    )
+
+
+def _continues_beyond(manifest: Manifest, days: DayRange) -> bool:
+    """Whether a GEM has learned some days and later ones."""
+    return manifest.trained_from <= days[0] and days[1] < manifest.trained_until
 
 
 def _damaged(path: StoragePath, reason: str) -> DamagedCheckpointError:
@@ -184,16 +202,19 @@ def check_can_start(
     """Raises UserError if a new GEM of some days would take the place of one that learned more.
 
     That is a GEM of a requested day that learned earlier days, too, as the one that an upgrade
-    leaves; or any GEM, if none can be read or trusted. `checkpoints` are those that can.
+    leaves; one that learned the requested days and later ones; or any GEM, if none can be read or
+    trusted. `checkpoints` are those that can.
     """
     for _, manifest in reversed(checkpoints):
-        is_requested = manifest.complete and days[0] <= manifest.trained_until <= days[1]
-        if is_requested and manifest.trained_from < days[0]:
+        is_requested = days[0] <= manifest.trained_until <= days[1]
+        learned_earlier = is_requested and manifest.trained_from < days[0]
+        if manifest.complete and (learned_earlier or _continues_beyond(manifest, days)):
             raise UserError(
                 f"GEM until {manifest.trained_until} has learned the days from "
                 f"{manifest.trained_from} on, and no checkpoint of a day before {days[0]} is left "
                 f"to continue from: train on days after {manifest.trained_until} or on all days "
-                f"from {manifest.trained_from} on, or {START_OVER}"
+                f"from {manifest.trained_from} on, at least until {manifest.trained_until}, or "
+                f"{START_OVER}"
             )
     check_readable(lake, checkpoints, member)
 
@@ -235,18 +256,23 @@ def remove_checkpoints(lake: str) -> None:
         atomic_io.remove_folder(resolve_uri(lake, "models", folder))
 
 
-def remove_old_checkpoints(lake: str, spec_hash: str, keep_days: int) -> list[date]:
-    """Remove checkpoints more than `keep_days` older than the most recent; returns their days."""
-    checkpoints = list_checkpoints(lake, spec_hash)
+def remove_old_checkpoints(lake: Lake, keep_days: int) -> list[date]:
+    """Remove checkpoints more than `keep_days` older than the most recent; returns their days.
+
+    Those that are still evaluated, or that rankers start from, are kept in any case: up to
+    `ranker_lag_days`, and a day more, because GEM may have started the next day.
+    """
+    checkpoints = list_checkpoints(lake.root, lake.spec.hash)
     if not checkpoints:
         return []
     _, newest = checkpoints[-1]
-    oldest_kept = newest.trained_until - timedelta(days=keep_days)
+    kept_days = max(keep_days, lake.spec.ranker_lag_days + 1)
+    oldest_kept = newest.trained_until - timedelta(days=kept_days)
     removed = []
     for path, manifest in checkpoints:
         if manifest.trained_until < oldest_kept:
             day = path.name
-            for folder in (path, *_of_other_members(lake, day)):
+            for folder in (path, *_of_other_members(lake.root, day)):
                 atomic_io.remove_folder(folder)
             removed.append(manifest.trained_until)
     return removed
