@@ -11,7 +11,7 @@ from pyspark.sql import functions as F
 
 from etl.labels import counted_outcomes, first_retraction, outcomes_by_impression
 from etl.spec.model import DataSpec
-from etl.spec.units import DAY, MICROS, DayRange
+from etl.spec.units import MICROS, DayRange
 from etl.tables import label_schemas, schemas, spark_io
 from etl.tables.lake import Lake
 
@@ -29,7 +29,7 @@ def record_late_retractions(lake: Lake, days: DayRange) -> int:
     codes = [spec.event_codes[name] for name in spec.retraction_types]
     where = spark_io.day_range_predicate(*days)
     users = events.filter(where).filter(F.col("type").isin(codes)).select("user_id").distinct()
-    first_day = days[0] - timedelta(days=retraction_horizon_days(spec))
+    first_day = days[0] - timedelta(days=spec.retraction_horizon_days)
     recent = events.filter((F.col("day") >= F.lit(first_day)) & (F.col("day") <= F.lit(days[1])))
     recent = recent.join(users, "user_id", "left_semi")
     impressions = recent.filter(F.col("type") == spec.event_codes[spec.impression_type])
@@ -44,14 +44,6 @@ def record_late_retractions(lake: Lake, days: DayRange) -> int:
     schema = label_schemas.late_retractions(spec)
     spark_io.replace_partitions(lake, schema, late.filter(where), where, versions)
     return lake.count_rows(schema.name, days)
-
-
-def retraction_horizon_days(spec: DataSpec) -> int:
-    """Days before its landing day on which the events of a retracted outcome may have landed."""
-    within = max(o.retracted_by.within for o in spec.objectives.values() if o.retracted_by)
-    lateness = 1 + spec.allowed_lateness_days
-    lookback = spec.attribution_lookback_days
-    return spec.label_maturity_days + -(-within // DAY) + 2 * lateness + lookback
 
 
 def _late_retractions(spec: DataSpec, rows: DataFrame, name: str) -> DataFrame:

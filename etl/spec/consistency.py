@@ -292,12 +292,15 @@ def _retention_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     """Tables whose days would be removed while other steps read them."""
     slowest = max(objective.label_maturity_seconds for objective in spec.objectives.values())
     margin = RETENTION_MARGIN_DAYS * DAY
-    open_days = slowest + spec.allowed_lateness + margin
+    open_days = slowest + spec.allowed_lateness
     forecast = spec.forecast.window if spec.forecast else 0
     audits = max((audience.window for audience in spec.audiences.values()), default=0)
     windows = {"scores": forecast, "audits": audits, "audience_counts": audits}
+    if spec.retraction_types:  # net rates read the examples, campaign days the impressions
+        windows["examples"] = open_days + spec.longest_retraction
+        windows["impressions"] = spec.retraction_horizon_days * DAY
     for name, retention in spec.retention.items():
-        shortest = max(open_days, windows.get(name, 0) + margin)
+        shortest = max(open_days, windows.get(name, 0)) + margin
         if retention % DAY:
             yield ("retention", name), "write whole days, such as 60d"
         elif retention < shortest:

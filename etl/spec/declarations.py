@@ -219,6 +219,12 @@ class SpecDeclarations(StrictModel):
         retractions = [o.retracted_by.event for o in self.objectives.values() if o.retracted_by]
         return tuple(dict.fromkeys(retractions))
 
+    @property
+    def longest_retraction(self) -> int:
+        """Seconds after final labels within which outcomes may be retracted; 0 if none can be."""
+        retractions = (o.retracted_by for o in self.objectives.values() if o.retracted_by)
+        return max((retraction.within for retraction in retractions), default=0)
+
     @cached_property
     def extra_window_labels(self) -> tuple[str, ...]:
         """The labels of extra windows, such as `click_30m`."""
@@ -248,6 +254,53 @@ class SpecDeclarations(StrictModel):
         if last.window is None and last.touch != self.impression_type:
             last = last.model_copy(update={"window": objective.window})
         return (*preferred, last)
+
+    @cached_property
+    def allowed_lateness_days(self) -> int:
+        """`allowed_lateness` in days, rounded up."""
+        return -(-self.allowed_lateness // DAY)
+
+    @cached_property
+    def label_maturity_seconds(self) -> int:
+        """Seconds from an impression until all its labels are final.
+
+        They are not final before the impression is visible. Auxiliary objectives are not later than
+        the objectives of their surfaces.
+        """
+        slowest = max(objective.label_maturity_seconds for objective in self.objectives.values())
+        return max(slowest, self.impression_delay)
+
+    @cached_property
+    def label_maturity_days(self) -> int:
+        """Days after which every label of a day is final, rounded up."""
+        return -(-self.label_maturity_seconds // DAY)
+
+    @cached_property
+    def attribution_lookback_days(self) -> int:
+        """Days before an impression of which touches may decide who its outcomes belong to.
+
+        A preferred touch may lie up to its window before the impression, and the touch's own
+        impression up to another window before that. A touch of the last touchpoint matters only
+        after the impression, because later ones supersede it; its own impression may lie up to its
+        window before it. With `unknown_impression: last_touch`, the impressions that outcomes name
+        matter for the window of the objective.
+        """
+        seconds = 0
+        for objective in self.all_objectives.values():
+            *preferred, last = self.attribution_touches(objective)
+            of_last = 0 if last.touch == self.impression_type else last.window or 0
+            of_named = objective.window if objective.unknown_impression == "last_touch" else 0
+            of_preferred = (2 * (touchpoint.window or 0) for touchpoint in preferred)
+            seconds = max(seconds, of_last, of_named, *of_preferred)
+        return -(-seconds // DAY)
+
+    @cached_property
+    def retraction_horizon_days(self) -> int:
+        """Days before the landing day of a retraction on which events of its outcome may land."""
+        lateness = 1 + self.allowed_lateness_days
+        within = -(-self.longest_retraction // DAY)
+        lookback = self.attribution_lookback_days
+        return self.label_maturity_days + within + 2 * lateness + lookback
 
     @property
     def uses_item_attribute_attribution(self) -> bool:

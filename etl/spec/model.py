@@ -66,26 +66,6 @@ class DataSpec(SpecDeclarations):
         return type(self).model_validate(dump)
 
     @cached_property
-    def allowed_lateness_days(self) -> int:
-        """`allowed_lateness` in days, rounded up."""
-        return -(-self.allowed_lateness // DAY)
-
-    @cached_property
-    def label_maturity_seconds(self) -> int:
-        """Seconds from an impression until all its labels are final.
-
-        They are not final before the impression is visible. Auxiliary objectives are not later than
-        the objectives of their surfaces.
-        """
-        slowest = max(objective.label_maturity_seconds for objective in self.objectives.values())
-        return max(slowest, self.impression_delay)
-
-    @cached_property
-    def label_maturity_days(self) -> int:
-        """Days after which every label of a day is final, rounded up."""
-        return -(-self.label_maturity_seconds // DAY)
-
-    @cached_property
     def days_until_mature(self) -> int:
         """After how many further days of logs the labels of a day can be used."""
         is_slow = self.label_maturity_seconds > SHORT_LABEL_WINDOW_SECONDS
@@ -107,25 +87,6 @@ class DataSpec(SpecDeclarations):
         An impression may be ingested after its landing day, and be visible so much later.
         """
         return max(self.label_maturity_days + 1, self.visibility_delay_days)
-
-    @cached_property
-    def attribution_lookback_days(self) -> int:
-        """Days before an impression of which touches may decide who its outcomes belong to.
-
-        A preferred touch may lie up to its window before the impression, and the touch's own
-        impression up to another window before that. A touch of the last touchpoint matters only
-        after the impression, because later ones supersede it; its own impression may lie up to its
-        window before it. With `unknown_impression: last_touch`, the impressions that outcomes name
-        matter for the window of the objective.
-        """
-        seconds = 0
-        for objective in self.all_objectives.values():
-            *preferred, last = self.attribution_touches(objective)
-            of_last = 0 if last.touch == self.impression_type else last.window or 0
-            of_named = objective.window if objective.unknown_impression == "last_touch" else 0
-            of_preferred = (2 * (touchpoint.window or 0) for touchpoint in preferred)
-            seconds = max(seconds, of_last, of_named, *of_preferred)
-        return -(-seconds // DAY)
 
     @cached_property
     def visibility_delay_days(self) -> int:

@@ -8,7 +8,6 @@ from pyspark.sql import functions as F
 
 from etl.attribute_versions import first_item_values
 from etl.labels import first_relabeled_day
-from etl.retractions import retraction_horizon_days
 from etl.spec.model import DataSpec
 from etl.spec.units import DayRange
 from etl.tables import label_schemas, roi_schemas, spark_io
@@ -55,7 +54,7 @@ def first_changed_day(lake: Lake, days: DayRange) -> date:
     built, available = (lake.rows_by_day(name) for name in ("campaign_days", "impressions"))
     earliest = first_relabeled_day(lake.spec, days)
     if has_retractions(lake.spec):
-        of_retractions = days[0] - timedelta(days=retraction_horizon_days(lake.spec))
+        of_retractions = days[0] - timedelta(days=lake.spec.retraction_horizon_days)
         earliest = min(earliest, of_retractions)
     return min([days[0], *(day for day in built if day >= earliest and day in available)])
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+import yaml
 from deltalake import write_deltalake
 
 from etl.errors import UserError
@@ -136,3 +137,38 @@ def test_the_command_prints_what_it_removed(
     pins = ("--pins", '{"examples": 0}')
     assert main(["etl", "expire", "--spec", str(spec), "--lake", own.root, *pins]) == 2
     assert "leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("table", "days", "is_enough"),
+    [
+        ("examples", 30, False),
+        ("examples", 78, False),
+        ("examples", 79, True),
+        ("impressions", 30, False),
+        ("impressions", 85, False),
+        ("impressions", 86, True),
+        ("teacher_predictions", 19, True),
+    ],
+)
+def test_what_net_rates_and_campaign_days_read_is_kept_as_long_as_retractions_count(
+    tmp_path: Path, table: str, days: int, is_enough: bool
+) -> None:
+    """Beyond the 19 days of other tables, examples for 60 days, impressions for 7 days more.
+
+    Outcomes and their retractions may land late, and a click may precede its outcome by 3 days.
+    """
+    spec = yaml.safe_load(SPEC.read_text())
+    spec["events"]["refund"] = {"role": "retraction"}
+    retraction = {"event": "refund", "within": "60d"}
+    spec["objectives"]["conversion"]["retracted_by"] = retraction
+    spec["sources"]["events"]["columns"]["retracts"] = "refunded_event"
+    path = tmp_path / "spec.yaml"
+    path.write_text(yaml.safe_dump(spec | {"retention": {table: f"{days}d"}}, sort_keys=False))
+    if is_enough:
+        assert list(load_spec(path).retention) == [table]
+        return
+    shortest = {"examples": 79, "impressions": 86}[table]
+    problem = f"later steps read the days before: keep at least {shortest}d"
+    with pytest.raises(UserError, match=f"retention.{table}: {problem}"):
+        load_spec(path)
