@@ -252,6 +252,23 @@ def test_an_upgrade_carries_over_the_last_day_that_all_seeds_have_learned(
         assert [manifest.trained_until for _, manifest in left] == [SECOND]
 
 
+def test_an_upgrade_that_fails_for_one_seed_removes_no_checkpoint_of_another(
+    taught: Lake, tmp_path: Path
+) -> None:
+    """It can be repeated with the day before, once the damaged checkpoint is removed."""
+    own = copy_of(taught, tmp_path / "lake")
+    damaged = Path(str(checkpoint.checkpoint_path(own.root, THIRD, member=1)))
+    next(damaged.rglob("*.safetensors")).write_bytes(b"")
+    larger = 2 * CONFIG.item_table_rows
+    with pytest.raises(checkpoint.DamagedCheckpointError):
+        upgrade_teacher(own, larger)
+    left = [m.trained_until for _, m in checkpoint.list_checkpoints(own.root, own.spec.hash)]
+    assert left == [FIRST, SECOND, THIRD]
+    shutil.rmtree(damaged)
+    reports = upgrade_teacher(own, larger)
+    assert [report.manifest.trained_until for report in reports] == [SECOND, SECOND]
+
+
 def test_an_upgrade_refuses_seeds_that_have_learned_no_common_day(
     taught: Lake, tmp_path: Path
 ) -> None:
