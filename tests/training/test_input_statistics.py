@@ -1,9 +1,10 @@
 """Edges of numbers and base rates: of the first day, or of the day after an upgrade."""
 
+import re
 from collections.abc import Collection, Iterator
 from datetime import date, timedelta
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pyarrow.compute as pc
@@ -25,13 +26,16 @@ from etl.spec import load_spec
 from etl.spec.units import DAY, MICROS, DayRange
 from etl.tables import arrow, atomic_io, label_schemas, schemas
 from etl.tables.lake import Lake
-from tests.conftest import FIRST
+from etl.tables.maintenance import upgrade_lake
+from tests.conftest import FIRST, LAST
+from tests.dags.test_upgrade import write_changed_spec
 from training.config import TrainConfig
 from training.data import input_statistics
 from training.data.batch import InputStatistics
 from training.distributed.process_group import process_group
 from training.model.gem import Gem
 from training.model.numeric import quantile_edges
+from training.teacher.outputs import trained_objectives
 from training.trainer import checkpoint
 from training.trainer.async_checkpoint import AsyncCheckpointer
 from training.trainer.number_edges import fit_numbers_of_day
@@ -43,7 +47,13 @@ from training.trainer.resume import (
 )
 from training.trainer.state import TrainState, build_train_state, latest_reader
 from training.trainer.trainer import train_days
-from training.trainer.upgrade import TOLERANCE, carry_over, prediction_difference, upgraded_manifest
+from training.trainer.upgrade import (
+    TOLERANCE,
+    carry_over,
+    prediction_difference,
+    upgrade_teacher,
+    upgraded_manifest,
+)
 
 SECOND = FIRST + timedelta(days=1)
 CONFIG = TrainConfig(scale="tiny", max_length=8, batch_rows=256)
@@ -191,6 +201,42 @@ def test_a_slow_objective_starts_from_its_rate_on_its_first_day(own: Lake, group
     atomic_io.remove_folder(checkpoint.checkpoint_path(own.root, FIRST))
     state = started(own, (FIRST, SECOND), joint)
     assert 0 < state.manifest.base_rates["conversion"] < 0.05
+
+
+def rename_objectives(spec: dict[str, Any]) -> None:
+    """Objectives of other names, which are others for GEM, though their labels are the same."""
+    spec["objectives"] = {f"new_{name}": value for name, value in spec["objectives"].items()}
+    goals = spec["auction"]["goal_objectives"]
+    spec["auction"]["goal_objectives"] = {goal: f"new_{name}" for goal, name in goals.items()}
+    spec["roi"]["objective"] = f"new_{spec['roi']['objective']}"
+
+
+def test_objectives_start_from_their_rates_where_an_upgrade_replaces_all_of_them(
+    own_gem_lake: Lake, spec_path: Path, tmp_path: Path, group: None
+) -> None:
+    """GEM then counts as trained on none of them, so that no logits of theirs are stored."""
+    old = own_gem_lake
+    rows = arrow.snapshot(old, label_schemas.impressions(old.spec)).read()
+    new = load_spec(write_changed_spec(spec_path, tmp_path / "new.yaml", rename_objectives))
+    assert not set(new.objectives) & set(old.spec.objectives)
+    upgrade_lake(old.root, old.spec, new)
+    lake, schema = Lake(old.root, new), label_schemas.impressions(new)
+    names = "|".join(old.spec.objectives)
+    renamed = [re.sub(f"_({names})$", r"_new_\1", column) for column in rows.column_names]
+    rows = rows.rename_columns(renamed).select(list(schema.columns))
+    arrow.replace_rows(lake, schema, rows, "true", {})
+
+    (report,) = upgrade_teacher(lake)
+    assert f"objective {', '.join(old.spec.objectives)}" in str(report)
+    assert "no common objective" in str(report) and report.manifest.steps
+    assert not trained_objectives(new, report.manifest)
+    state = started(lake, (LAST, LAST), report.manifest.training)
+    known = state.manifest.base_rates
+    assert set(known) == set(new.objectives)
+    rates = torch.tensor([known[name] for name in new.objectives])
+    for model in (state.model.core, state.ema):
+        bias = model.get_parameter(bias_of(model))[: len(rates)]
+        torch.testing.assert_close(bias.sigmoid(), rates)
 
 
 def item_edges(lake: Lake, day: date) -> Tensor:

@@ -18,7 +18,7 @@ from scipy.special import expit
 from etl.errors import UserError
 from etl.signature import SIGNING_KEY_VARIABLE, TRUSTED_KEY_VARIABLE
 from etl.spec import load_spec
-from etl.tables import arrow, label_schemas, model_schemas, schemas
+from etl.tables import arrow, atomic_io, label_schemas, model_schemas, schemas
 from etl.tables.lake import Lake, arrow_schema
 from etl.tables.maintenance import upgrade_lake
 from tests.conftest import FIRST, LAST
@@ -34,6 +34,7 @@ from training.teacher.blend import blend, blend_weights, day_logits_path, fit_bl
 from training.teacher.ensemble import load_teacher, train_teacher, train_teacher_trees
 from training.teacher.outputs import write_teacher_outputs
 from training.teacher.trees import load_trees, train_trees, trees_reader
+from training.trainer import checkpoint
 from training.trainer.throughput import Timeline
 from training.trainer.trainer import load_train_state
 from training.trainer.upgrade import upgrade_teacher
@@ -269,6 +270,48 @@ def test_an_upgrade_replaces_the_gems_of_all_seeds(taught: Lake, tmp_path: Path)
     assert [training.item_table_rows for training in members] == [larger, larger]
     assert [training.seed for training in members] == [CONFIG.seed, CONFIG.seed + 1]
     assert not list(Path(own.root, "models", "gem").rglob(f"{SECOND}/gem.json"))
+
+
+def test_an_upgrade_carries_over_the_last_day_that_all_seeds_have_learned(
+    taught: Lake, tmp_path: Path
+) -> None:
+    """A run that was killed between two members leaves one of them a day behind."""
+    own = copy_of(taught, tmp_path / "lake")
+    atomic_io.remove_folder(checkpoint.checkpoint_path(own.root, THIRD, member=1))
+    reports = upgrade_teacher(own, 2 * CONFIG.item_table_rows)
+    assert [report.manifest.trained_until for report in reports] == [SECOND, SECOND]
+    for member in (0, 1):
+        left = checkpoint.list_checkpoints(own.root, own.spec.hash, member)
+        assert [manifest.trained_until for _, manifest in left] == [SECOND]
+
+
+def test_an_upgrade_that_fails_for_one_seed_removes_no_checkpoint_of_another(
+    taught: Lake, tmp_path: Path
+) -> None:
+    """It can be repeated with the day before, once the damaged checkpoint is removed."""
+    own = copy_of(taught, tmp_path / "lake")
+    damaged = Path(str(checkpoint.checkpoint_path(own.root, THIRD, member=1)))
+    next(damaged.rglob("*.safetensors")).write_bytes(b"")
+    larger = 2 * CONFIG.item_table_rows
+    with pytest.raises(checkpoint.DamagedCheckpointError):
+        upgrade_teacher(own, larger)
+    left = [m.trained_until for _, m in checkpoint.list_checkpoints(own.root, own.spec.hash)]
+    assert left == [FIRST, SECOND, THIRD]
+    shutil.rmtree(damaged)
+    reports = upgrade_teacher(own, larger)
+    assert [report.manifest.trained_until for report in reports] == [SECOND, SECOND]
+
+
+def test_an_upgrade_refuses_seeds_that_have_learned_no_common_day(
+    taught: Lake, tmp_path: Path
+) -> None:
+    own = copy_of(taught, tmp_path / "lake")
+    for day, member in ((FIRST, 0), (SECOND, 1), (THIRD, 1)):
+        atomic_io.remove_folder(checkpoint.checkpoint_path(own.root, day, member=member))
+    before = sorted(Path(own.root, "models", "gem").rglob(checkpoint.MANIFEST))
+    with pytest.raises(UserError, match="no day that all of them have learned"):
+        upgrade_teacher(own)
+    assert sorted(Path(own.root, "models", "gem").rglob(checkpoint.MANIFEST)) == before
 
 
 def test_after_an_upgrade_gem_scores_alone_until_there_are_new_trees(

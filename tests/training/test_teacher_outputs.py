@@ -86,14 +86,24 @@ def test_with_a_teacher_lag_an_older_gem_scores_the_day(scored_lake: Lake) -> No
 
 
 def test_an_objective_has_no_logits_until_gem_has_learned_labels_of_it(scored_lake: Lake) -> None:
-    """As one that an upgrade has added; a GEM of an earlier version has no base rates at all."""
+    """As one that an upgrade has added; a GEM of an earlier version has no base rates at all.
+
+    Nor has one after an upgrade that replaced all objectives.
+    """
     path = checkpoint.checkpoint_path(scored_lake.root, LAST - timedelta(days=1))
     manifest = json.loads((path / checkpoint.MANIFEST).read_text())
     assert set(manifest["base_rates"]) == {"click", "conversion", "long_view"}
     schema = model_schemas.teacher_predictions(scored_lake.spec)
     learned = {name: manifest["base_rates"][name] for name in ("click", "long_view")}
-    for rates, untrained in ((learned, {"conversion"}), ({}, set())):
-        (path / checkpoint.MANIFEST).write_text(json.dumps(manifest | {"base_rates": rates}))
+    cases: tuple[tuple[dict[str, float], bool, set[str]], ...] = (
+        (learned, True, {"conversion"}),
+        (learned, False, {"conversion"}),
+        ({}, False, set()),
+        ({}, True, set(manifest["base_rates"])),
+    )
+    for rates, records_base_rates, untrained in cases:
+        update = {"base_rates": rates, "records_base_rates": records_base_rates}
+        (path / checkpoint.MANIFEST).write_text(json.dumps(manifest | update))
         write_teacher_outputs(scored_lake, (LAST, LAST))
         rows = arrow.snapshot(scored_lake, schema).read(day=LAST)
         counts = {name: rows[f"logit_{name}"].null_count for name in manifest["base_rates"]}

@@ -7,7 +7,7 @@ embeddings those of its first GEM.
 
 import hashlib
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, timedelta
 
@@ -39,6 +39,7 @@ from training.teacher.compressor import (
 )
 from training.teacher.ensemble import Teacher, load_teacher
 from training.trainer import checkpoint
+from training.trainer.resume import learned_objectives
 from training.trainer.state import Manifest
 
 COMPRESSOR_SEED = 0
@@ -185,12 +186,9 @@ def _score_day(lake: Lake, teacher: Teacher, day: date, batch_rows: int) -> Scor
 def trained_objectives(spec: DataSpec, manifest: Manifest) -> set[str]:
     """The objectives whose labels of a day a GEM was trained on; slow ones mature days later.
 
-    An objective that an upgrade added has a base rate once labels of it were trained on. A GEM of
-    an earlier version has no base rates.
+    An objective that an upgrade added is learned once labels of it were trained on.
     """
-    learned: Collection[str] = manifest.base_rates
-    if manifest.steps and not manifest.base_rates:
-        learned = spec.objectives
+    learned = learned_objectives(manifest)
     # All impressions are before the end of the first day: their labels are final so long after it.
     after_first_day = spec.day_end(manifest.trained_until) - spec.day_end(manifest.trained_from)
     return {

@@ -7,7 +7,7 @@ processes, reads the rest of each shard, so that each row is read exactly once.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from typing import cast
@@ -35,7 +35,8 @@ from training.trainer.step import negative_sampling
 
 TEACHER_TABLE = "teacher_predictions"
 CONTINUED_FIELDS = (  # of the manifest, on the days that follow
-    "trained_from", "joint_until", "steps", "rows", "base_rates", "layout", "unfitted_numbers",
+    "trained_from", "joint_until", "steps", "rows", "base_rates", "records_base_rates", "layout",
+    "unfitted_numbers",
 )  # fmt: skip
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ def new_manifest(
         precision_map=read_precision_map(lake.root) if config.compute.precision == "fp8" else None,
         num_shards=dist.get_world_size(),
         table_versions=dict(reader.table_versions) | _teacher_version(lake, config),
+        records_base_rates=True,
         trained_from=first,
         joint_until=last if is_joint else None,
         trained_until=last if is_joint else first,
@@ -176,15 +178,24 @@ def first_day_statistics(
     return latest_statistics(lake, reader, manifest, manifest.first_training_day)
 
 
+def learned_objectives(manifest: Manifest) -> Collection[str]:
+    """The objectives that a GEM was trained on: those with a base rate.
+
+    A GEM of an earlier version has no base rates at all, but was trained on all objectives.
+    """
+    is_earlier = not manifest.records_base_rates and not manifest.base_rates
+    return manifest.features.objectives if manifest.steps and is_earlier else manifest.base_rates
+
+
 def start_new_objectives(lake: Lake, reader: ExampleReader, state: TrainState) -> None:
     """Before the first batch of a day, start objectives that were never trained from their rates.
 
-    Slow objectives have no final labels on the first day. An objective without a base rate was
-    never trained, except in a GEM that has none at all, which an earlier version trained.
+    Slow objectives have no final labels on the first day, and an upgrade may add objectives.
     """
     manifest = state.manifest
-    missing = [name not in manifest.base_rates for name in manifest.features.objectives]
-    if manifest.batches or not any(missing) or (manifest.steps and not manifest.base_rates):
+    learned = learned_objectives(manifest)
+    missing = [name not in learned for name in manifest.features.objectives]
+    if manifest.batches or not any(missing):
         return
     days, label_window = _labelled_days(lake, reader, manifest, manifest.trained_until)
     rates = base_rates(reader, days, label_window)

@@ -71,6 +71,7 @@ class Manifest(StrictModel):
         attributes: How each attribute is read.
         event_types: Types of the events in a history; empty for all.
         base_rates: Rate of each objective when it was first trained, which weights its loss.
+        records_base_rates: Whether each trained objective has one; False in earlier versions.
         layout: Rows that modules were trained on, if the features were changed since.
         unfitted_numbers: Numbers without edges yet: those that an upgrade added, or all if the
             first training had no rows; the next day with rows has their edges.
@@ -100,6 +101,7 @@ class Manifest(StrictModel):
     attributes: Attributes
     event_types: tuple[str, ...]
     base_rates: dict[str, float] = {}
+    records_base_rates: bool = False
     layout: Layout = {}
     unfitted_numbers: tuple[str, ...] = ()
     upgraded_from: tuple[str, ...] = ()
@@ -175,8 +177,9 @@ class Manifest(StrictModel):
 
 PROGRESS_FIELDS = {  # of a manifest: they may differ within a training run
     "trained_until", "complete", "batches", "steps", "rows", "consumed_batches", "num_shards",
-    "base_rates", "unfitted_numbers", "first_batch_digests", "embedding_resets", "precision_map",
-    "upgraded_from", "spec_max_length", "state_dir", "file_hashes",
+    "base_rates", "records_base_rates", "unfitted_numbers", "first_batch_digests",
+    "embedding_resets", "precision_map", "upgraded_from", "spec_max_length", "state_dir",
+    "file_hashes",
 }  # fmt: skip
 TABLE_WISE = (ShardingType.TABLE_WISE,)
 TABLE_AND_ROW_WISE = (*TABLE_WISE, ShardingType.ROW_WISE)

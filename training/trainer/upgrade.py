@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any, cast
 
 import torch
@@ -42,19 +43,20 @@ class UpgradeReport:
         added: Features that the spec has and the GEM did not read, by kind.
         dropped: Features that the GEM read and the spec no longer has, by kind.
         numbers: Numbers of weights and tables that were carried over, added and dropped.
-        difference: Largest difference of the predictions for the same random requests.
+        difference: Largest difference of the predictions for the same random requests; None if the
+            spec has none of the objectives that the GEM predicts.
     """
 
     manifest: Manifest
     added: dict[str, list[str]]
     dropped: dict[str, list[str]]
     numbers: Counter[str]
-    difference: float
+    difference: float | None
 
     @property
     def is_equal(self) -> bool:
         """Whether predictions are equal; they are not where the spec dropped what GEM read."""
-        return self.difference <= TOLERANCE
+        return self.difference is not None and self.difference <= TOLERANCE
 
     def __str__(self) -> str:
         """Lines for the terminal."""
@@ -63,7 +65,9 @@ class UpgradeReport:
         for title, features in (("added", self.added), ("dropped", self.dropped)):
             named = [f"{kind} {', '.join(names)}" for kind, names in features.items() if names]
             lines.append(f"{title}: {'; '.join(named) or 'nothing'}")
-        equality = "equal" if self.is_equal else f"up to {self.difference:.1g} apart"
+        equality = "no common objective"
+        if self.difference is not None:
+            equality = "equal" if self.is_equal else f"up to {self.difference:.1g} apart"
         lines.append(f"predictions for requests of the old spec: {equality}")
         return "\n".join(lines)
 
@@ -71,21 +75,25 @@ class UpgradeReport:
 def upgrade_teacher(lake: Lake, item_table_rows: int | None = None) -> list[UpgradeReport]:
     """Replace the latest GEM of a lake by the same model for the lake's spec.
 
-    Further GEMs of a teacher of several seeds are replaced like the first one. Other checkpoints
-    are removed, because the spec cannot read them.
+    Further GEMs of a teacher of several seeds are replaced like the first one, all of the latest
+    day that all of them have learned. Once all are written, other checkpoints are removed, because
+    the spec cannot read them.
 
     Args:
         lake: The lake, with the new spec.
         item_table_rows: Rows of the larger item table; None keeps them.
 
     Raises:
-        UserError: There is no GEM, the item table would shrink, or the spec lacks the sequence that
-            the GEM reads.
+        UserError: There is no GEM, no day that all GEMs of the teacher have learned, the item table
+            would shrink, or the spec lacks the sequence that the GEM reads.
     """
-    newest = [latest_checkpoint(lake)]
-    for member in range(1, newest[0][1].training.teacher.seeds):
-        newest += complete_checkpoints(lake, member)[-1:]
-    return [_upgrade_checkpoint(lake, *found, item_table_rows) for found in newest]
+    found = latest_checkpoints(lake)
+    reports = [_upgrade_checkpoint(lake, *each, item_table_rows) for each in found]
+    for path, _ in found:
+        for other in list_matching(path.parent, "[0-9]*"):
+            if other != path:
+                atomic_io.remove_folder(other)
+    return reports
 
 
 def _upgrade_checkpoint(
@@ -95,29 +103,39 @@ def _upgrade_checkpoint(
     old_state = build_train_state(old)
     checkpoint.load_checkpoint(path, old_state)
     new_state, numbers = carry_over(old_state, new)
-    difference = prediction_difference(old_state, new_state)
+    is_comparable = set(old.features.objectives) & set(new.features.objectives)
+    difference = prediction_difference(old_state, new_state) if is_comparable else None
     checkpointer = AsyncCheckpointer()
     checkpointer.save(path, new_state)
     checkpointer.wait()
-    for other in list_matching(path.parent, "[0-9]*"):
-        if other != path:
-            atomic_io.remove_folder(other)
     added, dropped = feature_changes(old, new)
     return UpgradeReport(new_state.manifest, added, dropped, numbers, difference)
 
 
-def latest_checkpoint(lake: Lake) -> tuple[StoragePath, Manifest]:
-    """The latest complete checkpoint of a lake, of any spec. Raises UserError if there is none."""
-    complete = complete_checkpoints(lake)
-    if not complete:
+def latest_checkpoints(lake: Lake) -> list[tuple[StoragePath, Manifest]]:
+    """The complete checkpoints, of any spec, of the latest day that all GEMs of a teacher have.
+
+    Raises UserError if there is none.
+    """
+    first = _complete_checkpoints(lake, 0)
+    if not first:
         raise UserError(f"{lake.root} has no trained GEM to upgrade; run `gemline train gem`")
-    return complete[-1]
+    seeds = first[max(first)][1].training.teacher.seeds
+    members = [first, *(_complete_checkpoints(lake, member) for member in range(1, seeds))]
+    common = set.intersection(*map(set, members))
+    if not common:
+        raise UserError(
+            f"the {seeds} GEMs of the teacher in {lake.root} have no day that all of them have "
+            "learned: run `gemline train gem` with the spec before the upgrade until all have "
+            f"learned the same day, or {checkpoint.START_OVER}"
+        )
+    return [complete[max(common)] for complete in members]
 
 
-def complete_checkpoints(lake: Lake, member: int = 0) -> list[tuple[StoragePath, Manifest]]:
-    """The complete checkpoints of a GEM of the teacher, of any spec, in order of their days."""
+def _complete_checkpoints(lake: Lake, member: int) -> dict[date, tuple[StoragePath, Manifest]]:
+    """The complete checkpoints of a GEM of the teacher, of any spec, by the last day learned."""
     found = checkpoint.list_checkpoints(lake.root, None, member)
-    return [(path, manifest) for path, manifest in found if manifest.complete]
+    return {m.trained_until: (path, m) for path, m in found if m.complete}
 
 
 def upgraded_manifest(lake: Lake, old: Manifest, item_table_rows: int) -> Manifest:
@@ -143,6 +161,7 @@ def upgraded_manifest(lake: Lake, old: Manifest, item_table_rows: int) -> Manife
             "attributes": spec.attributes,
             "event_types": spec.sequences[training.sequence].events or (),
             "base_rates": {n: r for n, r in old.base_rates.items() if n in features.objectives},
+            "records_base_rates": old.records_base_rates or bool(old.base_rates),
             "training": _training_of(training, features, item_table_rows),
             "spec_max_length": old.spec_max_length or training.max_length,
             "unfitted_numbers": _unfitted_numbers(old, features, spec.attributes),
@@ -291,7 +310,8 @@ def prediction_difference(old: TrainState, new: TrainState, seed: int = 0) -> fl
     """Largest difference of the probabilities of two models for the same random requests.
 
     The new model gets random values of the features that the old one does not read. Both the
-    trained weights and their average are compared, on the objectives that both have.
+    trained weights and their average are compared, on the objectives that both have, of which
+    there must be one.
     """
     before, after = old.manifest, new.manifest
     changed = changed_columns(before.attributes, after.attributes)
