@@ -19,7 +19,7 @@ from ranking.forecast.schemas import ForecastRequest
 from ranking.roi.campaign_days import read_campaign_days
 from ranking.roi.campaign_limits import read_limits
 from ranking.serving.server import require_free_port
-from tests.conftest import LAST, SPEC
+from tests.conftest import FIRST, LAST, SPEC
 
 Run = Callable[..., str]
 
@@ -77,6 +77,30 @@ def test_numbers_out_of_range_are_refused(refused: Run, tmp_path: Path) -> None:
         assert name.replace("-", "_") in refused(
             "train", "gem", *flags, f"--{name}", value
         ).replace("-", "_")
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "reason"),
+    [
+        ("rank train", "--seed -1", "seed Input should be greater than or equal to 0"),
+        ("rank train", f"--seed {2**64}", "seed Input should be less than"),
+        ("rank train", "--model.hidden 128 -1", "hidden.1 Input should be greater than"),
+        ("rank train", "--model.heads 3", "heads is 3, which does not divide event_width 64"),
+        ("rank train-domain", "--model.heads 3", "heads is 3, which does not divide"),
+        ("train gem", "--seed -1", "seed Input should be greater than or equal to 0"),
+        ("train gem", f"--seed {2**64}", "seed Input should be less than"),
+    ],
+)
+def test_seeds_and_sizes_of_models_that_cannot_be_meant_are_refused(
+    refused: Run, tmp_path: Path, command: str, option: str, reason: str
+) -> None:
+    required = {
+        "rank train": f"--surface feed --train {FIRST} --test {LAST} --data-until {LAST}",
+        "rank train-domain": f"--domain feed --train {FIRST} --test {LAST} --data-until {LAST}",
+        "train gem": f"--days {LAST}",
+    }
+    flags = ["--spec", str(SPEC), "--lake", str(tmp_path), *required[command].split()]
+    assert reason in refused(*command.split(), *flags, *option.split())
 
 
 @pytest.mark.parametrize(

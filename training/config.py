@@ -6,7 +6,7 @@ import tyro
 from pydantic import Field, model_validator
 
 from etl.cli.yaml_options import yaml_option
-from etl.spec.base import NotNegative, StrictModel
+from etl.spec.base import NotNegative, Seed, StrictModel
 from training.model.config import SCALES, GemConfig, GemOptions, Scale, SizeName
 
 Positive = Annotated[float, Field(gt=0)]
@@ -224,7 +224,7 @@ class TrainConfig(StrictModel):
     checkpoint_every: Annotated[
         int, Field(ge=1), tyro.conf.arg(help="steps between checkpoints within a day")
     ] = 200
-    seed: int = 0
+    seed: Seed = 0
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:

@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class StrictModel(BaseModel):

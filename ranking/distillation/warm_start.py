@@ -49,8 +49,14 @@ def copy_gem_modules(student: TrainedStudent, gem: TrainState, config: Distillat
     }
     for name, (target, source) in modules.items():
         if name in names:
-            target.load_state_dict(source.state_dict())
+            target.load_state_dict(_without_event_attributes(source))
     _freeze(student, names, config)
+
+
+def _without_event_attributes(module: nn.Module) -> dict[str, Tensor]:
+    """The state of a module of GEM, without attributes of events, which students do not read."""
+    state: dict[str, Tensor] = module.state_dict()
+    return {key: weight for key, weight in state.items() if not key.startswith("attributes.")}
 
 
 def freeze_as_before(

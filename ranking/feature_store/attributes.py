@@ -181,7 +181,8 @@ def upsert_item(
     """Add a version of an item and its bid, replacing those with the same `valid_from`.
 
     An item that was never seen is registered. A posted version keeps the bid, goal and attributes
-    that it leaves out. Versions that no request after about `now` (seconds) can read are dropped.
+    that it leaves out, and counter keys that are known. Versions that no request after about `now`
+    (seconds) can read are dropped.
 
     Raises:
         UserError: A value has the wrong type.
@@ -190,7 +191,12 @@ def upsert_item(
     register_items(store.layout, txn, [version.entity_id])
     if version.attributes is not None:
         update_first_version(
-            store.layout, txn, version.entity_id, version.valid_from, version.attributes
+            store.layout,
+            txn,
+            version.entity_id,
+            version.valid_from,
+            version.attributes,
+            posted_at=now if is_posted else None,
         )
         record = read_item_records(store.layout, txn, [version.entity_id])[0]
         row = encode_versions(store.layout, "item", [version])

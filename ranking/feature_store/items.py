@@ -65,16 +65,26 @@ def registered_item_records(store: "FeatureStore", item_ids: "pa.ChunkedArray") 
 
 
 def update_first_version(
-    layout: RecordLayout, txn: Txn, item_id: str, valid_from: int, attributes: Mapping[str, object]
+    layout: RecordLayout,
+    txn: Txn,
+    item_id: str,
+    valid_from: int,
+    attributes: Mapping[str, object],
+    posted_at: int | None = None,
 ) -> None:
-    """Take an item's counter keys from a version (µs) that is the earliest one so far.
+    """Set an item's counter keys from a version (µs) that is the earliest one so far.
 
     Counters are keyed by an item's first version, so that later changes leave the past as it was
-    (see features/items.py).
+    (see features/items.py). A version that is posted (`posted_at`, seconds) is valid not before its
+    day began, as in the tables, and changes no keys that are already known.
     """
     record = read_item_records(layout, txn, [item_id]).copy()
     second, known = valid_from // MICROS["s"], int(record["known_since"][0])
-    if known != UNKNOWN and known <= second:
+    latest_change = second
+    if posted_at is not None:
+        second = max(second, layout.spec.day_start(layout.spec.day_of(posted_at)))
+        latest_change = max(second, posted_at)
+    if known != UNKNOWN and known <= latest_change:
         return
     record["known_since"] = second
     for column, name in enumerate(item_counter_key_columns(layout.spec)):

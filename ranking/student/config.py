@@ -8,7 +8,7 @@ import tyro
 from pydantic import Field, field_validator, model_validator
 
 from etl.cli.yaml_options import yaml_option
-from etl.spec.base import NotNegative, StrictModel
+from etl.spec.base import NotNegative, Seed, StrictModel
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class InputLimits:
 SharedModule = Literal["tables", "events", "recency"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 SamplingRate = Annotated[float, Field(gt=0, le=1)]
+LayerWidth = Annotated[int, Field(ge=1)]
 
 
 class StudentConfig(StrictModel):
@@ -50,7 +51,9 @@ class StudentConfig(StrictModel):
     embedding_dim: Annotated[int, Field(ge=1), tyro.conf.arg(help="width of an embedding row")] = 32
     event_width: Annotated[int, Field(ge=1), tyro.conf.arg(help="width of an encoded event")] = 64
     heads: Annotated[int, Field(ge=1), tyro.conf.arg(help="attention heads")] = 2
-    hidden: Annotated[tuple[int, int], tyro.conf.arg(help="widths of the hidden layers")] = (
+    hidden: Annotated[
+        tuple[LayerWidth, LayerWidth], tyro.conf.arg(help="widths of the hidden layers")
+    ] = (
         128,
         64,
     )
@@ -80,6 +83,15 @@ class StudentConfig(StrictModel):
     item_dropout: Annotated[
         Share, tyro.conf.arg(help="share of items that training replaces by the unknown item")
     ] = 0.2
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> "StudentConfig":
+        if self.event_width % self.heads:
+            raise ValueError(
+                f"heads is {self.heads}, which does not divide event_width {self.event_width}: "
+                "set heads to a divisor of it"
+            )
+        return self
 
     @property
     def input_limits(self) -> InputLimits:
@@ -187,7 +199,7 @@ class StudentTrainConfig(StrictModel):
         ),
     ] = False
     seed: Annotated[
-        int, tyro.conf.arg(help="seed of initial weights and of the order of examples")
+        Seed, tyro.conf.arg(help="seed of initial weights and of the order of examples")
     ] = 0
 
     def labels_only(self) -> "StudentTrainConfig":

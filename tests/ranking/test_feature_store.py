@@ -24,6 +24,7 @@ from ranking.feature_store import attributes, events
 from ranking.feature_store.attributes import (
     AttributeVersion,
     upsert_attributes,
+    upsert_item,
     write_user_versions,
 )
 from ranking.feature_store.consistency import (
@@ -39,6 +40,8 @@ from ranking.feature_store.request import RankRequest
 from ranking.feature_store.storage import (
     BID_DTYPE,
     TEACHER_HISTORY_DTYPE,
+    UNKNOWN,
+    Txn,
     group_rows,
     latest_versions,
     storage_key,
@@ -220,6 +223,7 @@ def test_a_history_keeps_visible_events_and_those_that_are_not_visible_yet(
     store.close()
 
 
+VersionOfItem = tuple[str, int, int | None]  # value, valid from, posted at (None: in the tables)
 VERSION = st.tuples(st.integers(0, 60), st.integers(-5, 60))  # hours: written at, valid from
 
 
@@ -285,6 +289,47 @@ def test_the_first_item_of_an_empty_store_gets_the_first_index(store: FeatureSto
     with store.read_transaction() as txn:
         indices = read_item_records(store.layout, txn, ["first", "second"])["index"].tolist()
     assert indices == [RESERVED_ITEM_INDICES, RESERVED_ITEM_INDICES + 1]
+
+
+def item_record(store: FeatureStore, txn: Txn, name: str, *versions: VersionOfItem) -> np.ndarray:
+    """The record of a new item after its versions."""
+    txn.delete("items", storage_key(name))
+    for value, valid_from, posted_at in versions:
+        attributes = dict.fromkeys(store.spec.item_counter_keys, value)
+        version = AttributeVersion(name, valid_from * MICRO, attributes)
+        now, is_posted = posted_at or valid_from, posted_at is not None
+        upsert_item(store, txn, version, now, is_posted=is_posted)
+    return read_item_records(store.layout, txn, [name])[0]
+
+
+@given(st.integers(0, 3 * DAY), st.integers(0, 3 * DAY), st.integers(-30 * DAY, 30 * DAY))
+def test_a_posted_version_keeps_the_counter_keys_that_are_known(
+    shared_store: FeatureStore, known_since: int, later: int, stated: int
+) -> None:
+    """Whatever its `valid_from`."""
+    first = shared_store.spec.day_start(FIRST) + known_since
+    known = ("brand A", first, None)
+    with shared_store.write_transaction() as txn:
+        before = item_record(shared_store, txn, "a", known)
+        posted = ("brand B", first + stated, first + later)
+        after = item_record(shared_store, txn, "a", known, posted)
+    assert len(before["keys"]) and UNKNOWN not in before["keys"]
+    assert after["keys"].tolist() == before["keys"].tolist()
+    assert after["known_since"] == before["known_since"] == first
+
+
+@given(st.integers(0, 3 * DAY), st.integers(-30 * DAY, 30 * DAY))
+def test_an_item_without_a_version_gets_the_counter_keys_of_a_posted_one(
+    shared_store: FeatureStore, posted_at: int, stated: int
+) -> None:
+    """From its `valid_from` on, but not from before its day began."""
+    day_start = shared_store.spec.day_start(FIRST)
+    valid_from, posted_at = day_start + stated, day_start + posted_at
+    with shared_store.write_transaction() as txn:
+        in_tables = item_record(shared_store, txn, "a", ("brand B", valid_from, None))
+        record = item_record(shared_store, txn, "a", ("brand B", valid_from, posted_at))
+    assert record["keys"].tolist() == in_tables["keys"].tolist()
+    assert record["known_since"] == max(valid_from, posted_at - (posted_at - day_start) % DAY)
 
 
 def test_ids_that_end_with_a_zero_byte_have_their_own_rows() -> None:

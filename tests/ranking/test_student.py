@@ -236,21 +236,24 @@ def test_the_teachers_heads_are_not_served(student: TrainedStudent) -> None:
 
 
 @pytest.fixture(scope="module")
-def gem(reader: ExampleReader) -> Iterator[TrainState]:
-    """A GEM of the student's sizes with random tables."""
+def small_gem_config() -> Iterator[TrainConfig]:
+    """The configuration of a GEM of the student's sizes."""
     sizes = {"embedding_dim": 4, "event_width": 8}
     tiny = SCALES["tiny"].model_copy(update=sizes)
     with pytest.MonkeyPatch.context() as patch, process_group():
         patch.setitem(SCALES, "tiny", tiny)
-        config = TrainConfig(
-            scale="tiny", item_table_rows=512, model=GemOptions(user_hash_buckets=50)
-        )
-        state = build_train_state(new_manifest(reader.lake, reader, (LAST, LAST), config))
-        start_table_day(state, reader.items, LAST)
-        for weight in state.tables.state_dict().values():
-            for _, rows in local_shards(weight):
-                rows.normal_()
-        yield state
+        yield TrainConfig(scale="tiny", item_table_rows=512, model=GemOptions(user_hash_buckets=50))
+
+
+@pytest.fixture(scope="module")
+def gem(reader: ExampleReader, small_gem_config: TrainConfig) -> TrainState:
+    """A GEM of the student's sizes with random tables."""
+    state = build_train_state(new_manifest(reader.lake, reader, (LAST, LAST), small_gem_config))
+    start_table_day(state, reader.items, LAST)
+    for weight in state.tables.state_dict().values():
+        for _, rows in local_shards(weight):
+            rows.normal_()
+    return state
 
 
 def item_rows(student: TrainedStudent) -> torch.Tensor:
@@ -272,6 +275,28 @@ def test_shared_modules_have_the_weights_of_gem(
     ):
         for copied, original in zip(target.parameters(), source.parameters(), strict=True):
             torch.testing.assert_close(copied, original)
+
+
+def test_attributes_of_events_in_histories_stay_in_gem(
+    student: TrainedStudent, reader: ExampleReader, batch: Batch, small_gem_config: TrainConfig
+) -> None:
+    """The student starts with GEM's other weights of events, and trains on such histories."""
+    columns = {"attr_coupon": 4, "attr_quantity": 256}
+    manifest = new_manifest(reader.lake, reader, (LAST, LAST), small_gem_config)
+    features = replace(manifest.features, history_attributes=columns)
+    state = build_train_state(manifest.model_copy(update={"features": features}))
+    source = dict(state.model.core.history.event_tokenizer.named_parameters())
+    assert sum(name.startswith("attributes.") for name in source) == len(columns)
+    copy_gem_modules(student, state, DistillationConfig())
+    copied = dict(student.student.event_tokenizer.named_parameters())
+    assert not any(name.startswith("attributes.") for name in copied)
+    for name, weight in copied.items():
+        torch.testing.assert_close(weight, source[name])
+    values = {name: torch.ones_like(batch.history.types) for name in columns}
+    of_events = replace(batch, history=replace(batch.history, attributes=values))
+    assert gradients(student, of_events, DistillationConfig())[
+        "event_tokenizer.action.weight"
+    ].any()
 
 
 def test_a_training_on_labels_only_names_the_gem_whose_modules_it_started_with(
