@@ -60,9 +60,9 @@ class FeatureStudy:
 
     def ne_differences(self, data: DataSet, name: str, seeds: int) -> dict[str, SeededEstimate]:
         """The difference of NE from that with the spec's counters, by objective."""
-        models = [self.predictions(data, each, seeds) for each in (name, DEFAULT)]
-        objectives = models[0][0].objectives
-        return {each: ne_difference_over_seeds(*models, each) for each in objectives}
+        changed, reference = (self.predictions(data, each, seeds) for each in (name, DEFAULT))
+        objectives = reference[0].objectives
+        return {each: ne_difference_over_seeds(changed, reference, each) for each in objectives}
 
     def _tables(self, data: DataSet, name: str) -> Lake:
         base = build_tables(data, self.work, self.kuairand)

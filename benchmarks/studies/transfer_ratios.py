@@ -82,8 +82,8 @@ def transfer_ratios(
 def draw_seeds(seeds: int, draws: int, rng: np.random.Generator) -> Float64:
     """Weights of seeds (1 + draws, S): first each once, then drawn with replacement."""
     drawn = rng.multinomial(seeds, np.full(seeds, 1 / seeds), draws)
-    weights: Float64 = np.concatenate((np.ones((1, seeds)), drawn)) / seeds
-    return weights
+    counts: Float64 = np.concatenate((np.ones((1, seeds)), drawn))
+    return counts / seeds
 
 
 def weighted_ne(

@@ -75,7 +75,9 @@ class GradientBalancer:
     def _norms_of(self, gradients: HeadGradients) -> Tensor:
         if self.by_objective:
             return gradients.norms_by_objective(self.num_objectives)
-        return gradients.on_hidden(torch.ones(self.num_objectives)).norm().view(1)
+        total = gradients.on_hidden(torch.ones(self.num_objectives))
+        norm: Tensor = torch.linalg.vector_norm(total)
+        return norm.view(1)
 
     @property
     def scales(self) -> Tensor:

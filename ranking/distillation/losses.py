@@ -6,6 +6,7 @@ windows, V versions of GEM.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -166,7 +167,7 @@ class DistillationLoss:
         label_gradients = _gradients_of(loss, heads, outputs, objectives)
         gradient = label_gradients.on_hidden(torch.ones(head.out_features))
         if teacher and self.teacher_heads and teacher.mask.any():
-            heads = list(self.teacher_heads)
+            heads = [cast("nn.Linear", each) for each in self.teacher_heads]
             outputs = [each(hidden.detach()) for each in heads]
             distilled_loss = self._teacher_heads_loss(outputs, position_effects.detach(), teacher)
             objectives = list(range(head.out_features)) * len(heads)
