@@ -98,8 +98,10 @@ def filter_features(
 ) -> Portfolio:
     """The portfolio with the fewest columns of examples at which no pair loses beyond noise.
 
-    Unchanged if pairs lose with each of the budgets.
+    Unchanged if pairs lose with each of the budgets, or if no feature is optional.
     """
+    if not trials.units:
+        return portfolio
     by_group: dict[UnitGroup, dict[Pair, float]] = {}
     for design in portfolio.designs:
         for group, found in permutation_importances(trials, design).items():
@@ -128,7 +130,9 @@ def importance_order(by_group: Mapping[UnitGroup, Mapping[Pair, float]]) -> list
 
 
 def kept_share(trials: GroupTrials, portfolio: Portfolio) -> float:
-    """The mean share of columns that the designs of a portfolio read."""
+    """The mean share of columns that the designs of a portfolio read; 1 if none is optional."""
+    if not trials.units:
+        return 1.0
     total = sum(unit.num_columns for unit in trials.units.values())
     dropped = [
         sum(trials.units[name].num_columns for name in design.dropped)

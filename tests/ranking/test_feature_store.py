@@ -299,7 +299,8 @@ def item_record(store: FeatureStore, txn: Txn, name: str, *versions: VersionOfIt
         version = AttributeVersion(name, valid_from * MICRO, attributes)
         now, is_posted = posted_at or valid_from, posted_at is not None
         upsert_item(store, txn, version, now, is_posted=is_posted)
-    return read_item_records(store.layout, txn, [name])[0]
+    record: np.ndarray = read_item_records(store.layout, txn, [name])[0]
+    return record
 
 
 @given(st.integers(0, 3 * DAY), st.integers(0, 3 * DAY), st.integers(-30 * DAY, 30 * DAY))

@@ -19,7 +19,12 @@ from etl.spec import DataSpec, load_spec
 from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
 from features.schema import feature_schema
-from ranking.portfolio.feature_filter import pareto_order, select_within_budget
+from ranking.portfolio.feature_filter import (
+    filter_features,
+    kept_share,
+    pareto_order,
+    select_within_budget,
+)
 from ranking.portfolio.groups import (
     Group,
     GroupDesign,
@@ -96,6 +101,39 @@ def test_a_proposed_spec_loads(spec: DataSpec, tmp_path: Path) -> None:
     path = tmp_path / "proposed.yaml"
     path.write_text(yaml.safe_dump(drop_units(content, DROPPED), sort_keys=False))
     assert feature_schema(load_spec(path)) == feature_schema(spec_without(spec, DROPPED))
+
+
+WITHOUT_UNITS = """
+name: clicks
+surfaces: {feed: {}}
+events: {shown: {role: impression}, click: {role: outcome}}
+objectives: {click: {event: click, window: 1h}}
+sequences: {behaviour: {max_length: 16}}
+counters: {windows: [1d], events: [shown, click], keys: [[item]]}
+rank_by: click
+sources:
+  log:
+    kind: event_log
+    format: json
+    path: "{day}.json"
+    columns: {event_id: id, user: user, item: item, surface: surface, event_time: at, type: type}
+"""
+
+
+def test_a_spec_without_optional_features_is_proposed_as_it_is(tmp_path: Path) -> None:
+    """It has no attributes, and its only counter key cannot be left out."""
+    path = tmp_path / "spec.yaml"
+    path.write_text(WITHOUT_UNITS)
+    spec = load_spec(path)
+    trials = GroupTrials(Lake(str(tmp_path), spec), SPLIT, optional_units(spec))
+    designs = (GroupDesign(frozenset((CLICK,)), CONFIG),)
+    reports: list[object] = []
+    filtered = filter_features(trials, Portfolio(designs), reports.append)
+    assert filtered == Portfolio(designs) and not reports
+    assert kept_share(trials, filtered) == 1
+    proposed = drop_units(yaml.safe_load(WITHOUT_UNITS), filtered.designs[0].dropped)
+    path.write_text(yaml.safe_dump(proposed, sort_keys=False))
+    assert load_spec(path) == spec
 
 
 def group_trainer(lake: Lake, design: GroupDesign) -> GroupTrainer:

@@ -129,7 +129,7 @@ def drop_units(content: dict[str, Any], names: Collection[str]) -> dict[str, Any
     """The content of a spec's file without some units."""
     attributes = {
         entity: {name: value for name, value in declared.items() if f"{entity}.{name}" not in names}
-        for entity, declared in content["attributes"].items()
+        for entity, declared in content.get("attributes", {}).items()
     }
     keys = [key for key in content["counters"]["keys"] if _counter_unit_name(key) not in names]
     counters = content["counters"] | {"keys": keys}
