@@ -146,8 +146,9 @@ def _refit_like_live(
         return None
     if training is None or live.labels_until <= training.labels_until:
         return None
-    refit = continue_ranker(lake, folder, manifest, training, live.labels_until)
-    return export_refit(lake, folder, manifest, refit, record)
+    latest = replace(lake, pinned_versions={})  # pins may be older than the live one's labels
+    refit = continue_ranker(latest, folder, manifest, training, live.labels_until)
+    return export_refit(latest, folder, manifest, refit, record)
 
 
 def live_and_gated_version(lake: str, surface: str) -> tuple[str, ...]:

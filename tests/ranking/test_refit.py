@@ -79,6 +79,7 @@ NOON = END - 12 * 3600
 CONFIG = StudentTrainConfig(
     model=SMALL, distillation=DistillationConfig(shared_modules=()), batch_rows=64
 )
+PASSING = PromotionConfig(segment_tolerance=1e9)  # segments are not judged
 
 
 @pytest.fixture(scope="module")
@@ -441,6 +442,41 @@ def test_a_candidate_is_judged_with_the_labels_that_the_live_refit_has_learned(
     assert np.abs(alone.probabilities - served.probabilities).max() > 1e-3
 
 
+def passes(version: str, *_: object) -> PromotionDecision:
+    """The gate's comparison, won by the new ranker."""
+    return PromotionDecision(version, True, ("click is better",))
+
+
+def without_last_day(lake: Lake) -> Lake:
+    """The lake, pinned at versions of its own tables from before the last day was written."""
+    pins = {}
+    for name in ("events", "examples", "impressions"):
+        table = Path(lake.root, name)
+        shared = table.resolve()
+        table.unlink()
+        shutil.copytree(shared, table)
+        complete = DeltaTable(table).version()
+        DeltaTable(table).delete(f"day = '{LAST}'")
+        pins[name] = DeltaTable(table).version()
+        DeltaTable(table).restore(complete)
+    return Lake(lake.root, lake.spec, pins)
+
+
+def test_a_new_ranker_of_pinned_tables_learns_the_later_labels_of_the_live_refit(
+    refits: Refits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daily run judges on the tables of its day; refreshes of the next day have refit since."""
+    pinned = without_last_day(copy_with_own_rankers(refits.lake, tmp_path / "lake"))
+    candidate = train_ranker(pinned, SURFACE, SPLIT, CONFIG.model_copy(update={"seed": 1}))
+    monkeypatch.setattr("ranking.trainer.promote.compare_rankers", passes)
+    assert promote_if_better(pinned, SURFACE, SPLIT, PASSING).promoted
+    refit = read_manifest(live_version(pinned.root, SURFACE)).training
+    live = read_manifest(refits.last).training
+    assert refit and live and refit.refit_of == candidate.name
+    assert refit.labels_until == live.labels_until == END
+    assert refit.newest_labels == live.newest_labels
+
+
 def test_a_new_ranker_goes_live_with_the_labels_that_the_live_refit_has_learned(
     refits: Refits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,9 +484,6 @@ def test_a_new_ranker_goes_live_with_the_labels_that_the_live_refit_has_learned(
     lake = copy_with_own_rankers(refits.lake, tmp_path / "lake")
     candidate = train_ranker(lake, SURFACE, SPLIT, CONFIG.model_copy(update={"seed": 1}))
     published: list[str] = []
-
-    def passes(version: str, *_: object) -> PromotionDecision:
-        return PromotionDecision(version, True, ("click is better",))
 
     def write_text(path: StoragePath, text: str) -> None:
         if path.name == "current.json":
@@ -460,8 +493,7 @@ def test_a_new_ranker_goes_live_with_the_labels_that_the_live_refit_has_learned(
     atomic_io_write_text = atomic_io.write_text
     monkeypatch.setattr("ranking.trainer.promote.compare_rankers", passes)
     monkeypatch.setattr("etl.tables.atomic_io.write_text", write_text)
-    config = PromotionConfig(segment_tolerance=1e9)
-    assert promote_if_better(lake, SURFACE, SPLIT, config).promoted
+    assert promote_if_better(lake, SURFACE, SPLIT, PASSING).promoted
     live = live_version(lake.root, SURFACE)
     training = read_manifest(live).training
     assert training and training.labels_until == END and training.refit_of == candidate.name
