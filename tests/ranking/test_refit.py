@@ -23,11 +23,18 @@ from etl.tables.uri import StoragePath
 from gemline import main
 from ranking.inputs.segments import NEW
 from ranking.registry.export import TrainingSnapshot
-from ranking.registry.manifest import DAY_FILE, RankerTraining, offsets_of, read_manifest
+from ranking.registry.manifest import (
+    DAY_FILE,
+    RankerTraining,
+    offsets_of,
+    read_manifest,
+    write_manifest,
+)
 from ranking.registry.model_card import model_card
 from ranking.registry.promotion import PromotionConfig, PromotionDecision, ranker_predictions
 from ranking.registry.ranker import (
     ExportedRanker,
+    latest_trained_pointer,
     live_pointer,
     live_version,
     load_ranker,
@@ -499,6 +506,32 @@ def test_a_new_ranker_goes_live_with_the_labels_that_the_live_refit_has_learned(
     assert training and training.labels_until == END and training.refit_of == candidate.name
     assert "click is better" in training.gate and published == [live.name]
     assert live_pointer(lake.root, SURFACE).rollback() == candidate.name
+
+
+def add_candidate(lake: Lake, folder: StoragePath) -> str:
+    """Make a copy of a ranker the one that was trained last; returns its name."""
+    shutil.copytree(local_path(folder), local_path(folder.parent / "next"))
+    latest_trained_pointer(lake.root, SURFACE).promote("next")
+    return "next"
+
+
+def test_a_live_refit_of_other_inputs_is_replaced_by_a_ranker_that_can_be_refit(
+    refits: Refits, tmp_path: Path
+) -> None:
+    lake = copy_with_own_rankers(refits.lake, tmp_path / "lake")
+    folders = live_pointer(lake.root, SURFACE).folder
+    candidate = add_candidate(lake, folders / refits.gated.name)
+    for version in (refits.gated, refits.third, refits.last):
+        before = read_manifest(folders / version.name)
+        spec = before.spec.model_copy(update=other_inputs(before.spec)["position_bias"])
+        write_manifest(local_path(folders / version.name), before.model_copy(update={"spec": spec}))
+    with pytest.raises(UserError, match="was trained with other position_bias"):
+        refit_live_ranker(lake, SURFACE, END)
+    lenient = PASSING.model_copy(update={"tolerance": 1e6})
+    assert promote_if_better(lake, SURFACE, SPLIT, lenient).promoted
+    live = refit_live_ranker(lake, SURFACE, END)
+    training = read_manifest(live).training
+    assert training and training.refit_of == candidate and training.labels_until == END
 
 
 def test_a_refit_that_was_rolled_back_is_followed_by_none_until_it_is_unblocked(
