@@ -27,7 +27,6 @@ from ranking.registry.ranker import (
     latest_trained_pointer,
     live_pointer,
     live_version,
-    load_ranker,
     load_ranker_before,
     validate_ranker,
     versions_before,
@@ -50,8 +49,8 @@ def promote_if_better(
 
     The first ranker of a surface passes. If the live ranker is damaged, or of another spec or other
     model inputs, so that it cannot be refit, a calibrated ranker passes. If all versions to compare
-    with have learned labels of the test days, none does. A ranker is refused if it has
-    learned such labels, if it was trained with other model inputs than the spec
+    with have learned labels of the test days, none does. A ranker is refused if it or its
+    calibration has learned such labels, if it was trained with other model inputs than the spec
     has, or if it was rolled back. A ranker that replaces a refit goes live with the labels that the
     refit has learned.
 
@@ -84,7 +83,8 @@ def _judge(
     lake: Lake, surface: str, folder: StoragePath, split: DaySplit, config: PromotionConfig
 ) -> PromotionRecord:
     """The decision on the ranker of a folder, and its calibration by segment."""
-    candidate = validate_ranker(load_ranker(folder), lake.root, surface)
+    test_start = lake.spec.day_start(split.test_first)
+    candidate = validate_ranker(load_ranker_before(folder, test_start), lake.root, surface)
     reason = _reason_to_refuse(candidate, lake, split)
     if reason:
         return PromotionRecord(version=folder.name, promoted=False, reasons=(reason,), segments=())
@@ -109,7 +109,7 @@ def _judge(
 
 
 def _reason_to_refuse(candidate: ExportedRanker, lake: Lake, split: DaySplit) -> str | None:
-    """Why a new ranker is refused; or None."""
+    """Why a new ranker, loaded with offsets from before the test days, is refused; or None."""
     manifest = candidate.manifest
     changed = manifest.changed_inputs(lake.spec)
     if changed:
@@ -117,10 +117,11 @@ def _reason_to_refuse(candidate: ExportedRanker, lake: Lake, split: DaySplit) ->
             f"it was trained with other {', '.join(changed)} than the spec now has: run "
             "`gemline rank train` first"
         )
+    later_days = f"test it on later days than {split.test_first}"
     if manifest.labels_until > lake.spec.day_start(split.test_first):
-        return (
-            f"it has learned labels of the test days: test it on later days than {split.test_first}"
-        )
+        return f"it has learned labels of the test days: {later_days}"
+    if manifest.has_calibration_offsets and candidate.offsets is None:
+        return f"its calibration has learned labels of the test days: {later_days}"
     return None
 
 
@@ -131,7 +132,7 @@ def candidate_predictions(
     labels_until: int | None,
     split: DaySplit,
 ) -> SegmentedPredictions:
-    """A new ranker's calibrated predictions for the test days.
+    """A new ranker's calibrated predictions for the test days, by the offsets that it has.
 
     If the ranker to compare with has learned labels until a later epoch second, the training of the
     new one is continued until then, in memory: the gate compares recipes, not days of training.
@@ -139,7 +140,9 @@ def candidate_predictions(
     training = candidate.manifest.training
     if training is None or labels_until is None or labels_until <= training.labels_until:
         return ranker_predictions(candidate, lake, split)
-    refit = continue_ranker(lake, folder, candidate.manifest, training, labels_until)
+    refit = continue_ranker(
+        lake, folder, candidate.manifest, training, labels_until, candidate.offsets
+    )
     days = list(date_range(split.test_first, split.test_last))
     window = LabelWindow.for_test(split, lake.spec)
     return predict_window(refit.trainer.averaged, days, window).calibrated(refit.calibration)

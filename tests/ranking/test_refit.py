@@ -43,6 +43,7 @@ from ranking.registry.ranker import (
 )
 from ranking.registry.records import (
     PromotionRecord,
+    read_promotion_record,
     read_refit_record,
     write_promotion_record,
 )
@@ -532,6 +533,43 @@ def test_a_live_refit_of_other_inputs_is_replaced_by_a_ranker_that_can_be_refit(
     live = refit_live_ranker(lake, SURFACE, END)
     training = read_manifest(live).training
     assert training and training.refit_of == candidate and training.labels_until == END
+
+
+@pytest.mark.parametrize("test_day", [THIRD, LAST])
+def test_a_decision_does_not_depend_on_offsets_that_learned_later_labels(
+    refits: Refits, tmp_path: Path, test_day: date
+) -> None:
+    """The new ranker was live, refreshed and rolled back; for the last day it is continued."""
+    lake = copy_with_own_rankers(refits.lake, tmp_path / "lake")
+    pointer = live_pointer(lake.root, SURFACE)
+    assert pointer.rollback() == refits.third.name
+    candidate = add_candidate(lake, pointer.folder / refits.gated.name)
+    days = dict.fromkeys(("test_first", "test_last", "data_until"), test_day)
+    split = SPLIT.model_copy(update=days)
+
+    def judge() -> tuple[PromotionDecision, PromotionRecord | None]:
+        decision = promote_if_better(lake, SURFACE, split, PromotionConfig())
+        return decision, read_promotion_record(lake.root, SURFACE)
+
+    before = judge()
+    assert "nothing is better outside noise" in before[0].reasons  # it equals the live one
+    pointer.promote(candidate)
+    refresh_live_calibration(lake, SURFACE, END)
+    pointer.rollback()
+    pointer.unblock(candidate)
+    assert judge() == before
+
+
+def test_a_ranker_whose_calibration_has_learned_labels_of_the_test_days_is_not_promoted(
+    own_lake: Lake,
+) -> None:
+    pointer = live_pointer(own_lake.root, SURFACE)
+    pointer.path.unlink()
+    split = SPLIT.model_copy(update={"calibration": None, "test_first": SECOND})
+    decision = promote_if_better(own_lake, SURFACE, split, PromotionConfig())
+    assert not decision.promoted and pointer.read() is None
+    assert decision.reasons[0].startswith("its calibration has learned labels of the test days")
+    assert promote_if_better(own_lake, SURFACE, SPLIT, PromotionConfig()).promoted
 
 
 def test_a_refit_that_was_rolled_back_is_followed_by_none_until_it_is_unblocked(
