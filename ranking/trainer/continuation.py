@@ -44,15 +44,20 @@ def continue_ranker(
     manifest: RankerManifest,
     training: RankerTraining,
     data_until: int,
+    offsets: CalibrationOffsets | None = None,
 ) -> "Refit":
-    """Continue the training and the calibration of a saved ranker until an epoch second."""
+    """Continue the training and the calibration of a saved ranker until an epoch second.
+
+    The calibration is continued from `offsets`, by default the ranker's latest ones.
+    """
     reader = ExampleReader.latest(
         lake, manifest.sequence, training.config.model.max_length, (manifest.surface,)
     )
     require_examples(reader, training.labels_until, data_until)
     state, day_predictions = load_training_state(folder), load_day_predictions(folder, lake.spec)
     snapshot = TrainingSnapshot(training, state, day_predictions)
-    calibration = RankerCalibration(manifest.calibration, initial_offsets(folder, manifest))
+    offsets = offsets or initial_offsets(folder, manifest)
+    calibration = RankerCalibration(manifest.calibration, offsets)
     return continue_until(reader, snapshot, calibration, data_until)
 
 

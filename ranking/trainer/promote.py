@@ -9,6 +9,7 @@ import logging
 from dataclasses import dataclass, replace
 
 from etl.errors import UserError
+from etl.spec.model import DataSpec
 from etl.spec.units import DaySplit, date_range
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
@@ -26,7 +27,6 @@ from ranking.registry.ranker import (
     latest_trained_pointer,
     live_pointer,
     live_version,
-    load_ranker,
     load_ranker_before,
     validate_ranker,
     versions_before,
@@ -47,11 +47,12 @@ def promote_if_better(
 ) -> PromotionDecision:
     """Promote the latest trained ranker of a surface if it passes the gate.
 
-    The first ranker of a surface passes. If the live ranker cannot be evaluated, because it is
-    damaged or of another spec, a calibrated ranker passes. If all versions to compare with have
-    learned labels of the test days, none does, and neither does one that has learned such labels
-    itself or that was rolled back. A ranker that replaces a refit goes live with the labels that
-    the refit has learned.
+    The first ranker of a surface passes. If the live ranker is damaged, or of another spec or other
+    model inputs, so that it cannot be refit, a calibrated ranker passes. If all versions to compare
+    with have learned labels of the test days, none does. A ranker is refused if it or its
+    calibration has learned such labels, if it was trained with other model inputs than the spec
+    has, or if it was rolled back. A ranker that replaces a refit goes live with the labels that the
+    refit has learned.
 
     Raises:
         UserError: No ranker was trained, or the new one cannot be loaded.
@@ -82,11 +83,10 @@ def _judge(
     lake: Lake, surface: str, folder: StoragePath, split: DaySplit, config: PromotionConfig
 ) -> PromotionRecord:
     """The decision on the ranker of a folder, and its calibration by segment."""
-    candidate = validate_ranker(load_ranker(folder), lake.root, surface)
-    if candidate.manifest.labels_until > lake.spec.day_start(split.test_first):
-        reason = (
-            f"it has learned labels of the test days: test it on later days than {split.test_first}"
-        )
+    test_start = lake.spec.day_start(split.test_first)
+    candidate = validate_ranker(load_ranker_before(folder, test_start), lake.root, surface)
+    reason = _reason_to_refuse(candidate, lake, split)
+    if reason:
         return PromotionRecord(version=folder.name, promoted=False, reasons=(reason,), segments=())
     live = load_live_for_comparison(lake, surface, split)
     live_predictions = labels_until = None
@@ -108,6 +108,23 @@ def _judge(
     )
 
 
+def _reason_to_refuse(candidate: ExportedRanker, lake: Lake, split: DaySplit) -> str | None:
+    """Why a new ranker, loaded with offsets from before the test days, is refused; or None."""
+    manifest = candidate.manifest
+    changed = manifest.changed_inputs(lake.spec)
+    if changed:
+        return (
+            f"it was trained with other {', '.join(changed)} than the spec now has: run "
+            "`gemline rank train` first"
+        )
+    later_days = f"test it on later days than {split.test_first}"
+    if manifest.labels_until > lake.spec.day_start(split.test_first):
+        return f"it has learned labels of the test days: {later_days}"
+    if manifest.has_calibration_offsets and candidate.offsets is None:
+        return f"its calibration has learned labels of the test days: {later_days}"
+    return None
+
+
 def candidate_predictions(
     lake: Lake,
     folder: StoragePath,
@@ -115,7 +132,7 @@ def candidate_predictions(
     labels_until: int | None,
     split: DaySplit,
 ) -> SegmentedPredictions:
-    """A new ranker's calibrated predictions for the test days.
+    """A new ranker's calibrated predictions for the test days, by the offsets that it has.
 
     If the ranker to compare with has learned labels until a later epoch second, the training of the
     new one is continued until then, in memory: the gate compares recipes, not days of training.
@@ -123,7 +140,9 @@ def candidate_predictions(
     training = candidate.manifest.training
     if training is None or labels_until is None or labels_until <= training.labels_until:
         return ranker_predictions(candidate, lake, split)
-    refit = continue_ranker(lake, folder, candidate.manifest, training, labels_until)
+    refit = continue_ranker(
+        lake, folder, candidate.manifest, training, labels_until, candidate.offsets
+    )
     days = list(date_range(split.test_first, split.test_last))
     window = LabelWindow.for_test(split, lake.spec)
     return predict_window(refit.trainer.averaged, days, window).calibrated(refit.calibration)
@@ -146,8 +165,9 @@ def _refit_like_live(
         return None
     if training is None or live.labels_until <= training.labels_until:
         return None
-    refit = continue_ranker(lake, folder, manifest, training, live.labels_until)
-    return export_refit(lake, folder, manifest, refit, record)
+    latest = replace(lake, pinned_versions={})  # pins may be older than the live one's labels
+    refit = continue_ranker(latest, folder, manifest, training, live.labels_until)
+    return export_refit(latest, folder, manifest, refit, record)
 
 
 def live_and_gated_version(lake: str, surface: str) -> tuple[str, ...]:
@@ -182,11 +202,15 @@ def load_live_for_comparison(
     """The live ranker, or the reason why a new one cannot be compared with it.
 
     It is the latest version that learned no label of the test days, with such offsets. Earlier ones
-    that are damaged are skipped.
+    that are damaged are skipped. A live one that cannot be refit under the spec is not compared: a
+    new ranker within noise of it has to replace it.
     """
     live = live_pointer(lake.root, surface).live_folder
     if live is None:
         return NoComparison("the first of its surface", is_first=True)
+    reason = _reason_not_to_compare(live, lake.spec)
+    if reason:
+        return NoComparison(reason)
     test_start = lake.spec.day_start(split.test_first)
     for folder in (*versions_before(lake.root, surface, test_start, lake.spec), live):
         try:
@@ -196,8 +220,6 @@ def load_live_for_comparison(
                 return NoComparison(f"the live one cannot be evaluated: {error}")
             log.warning("skipped in the comparison: %s", error)
             continue
-        if ranker.manifest.spec.hash != lake.spec.hash:
-            return NoComparison("the first of its spec")
         if ranker.manifest.labels_until <= test_start:
             return ranker
     return NoComparison(
@@ -205,3 +227,15 @@ def load_live_for_comparison(
         "damaged, so that none can be compared: wait until the test days are later than one",
         allows_calibrated=False,
     )
+
+
+def _reason_not_to_compare(live: StoragePath, spec: DataSpec) -> str | None:
+    """Why a live ranker is not compared with a new one: it cannot be refit. None if it can be."""
+    try:
+        manifest = read_manifest(live)
+    except UserError:  # an earlier version may be compared
+        return None
+    if manifest.spec.hash != spec.hash:
+        return "the first of its spec"
+    changed = manifest.changed_inputs(spec)
+    return f"the first with other {', '.join(changed)}" if changed else None

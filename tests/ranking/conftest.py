@@ -87,7 +87,9 @@ def other_inputs(spec: DataSpec) -> dict[str, dict[str, object]]:
     return {
         "similarity_attributes": {"similarity_attributes": ()},
         "sequences": {"sequences": {**spec.sequences, "behaviour": stream}},
-        "position_bias": {"position_bias": None},
+        "position_bias": {
+            "position_bias": spec.position_bias.model_copy(update={"served_position": 1})
+        },
     }
 
 

@@ -37,7 +37,7 @@ from ranking.scoring.scorer import input_builder
 from ranking.student.config import StudentTrainConfig
 from ranking.trainer.promote import load_live_for_comparison, promote_if_better
 from tests.conftest import LAST
-from tests.ranking.conftest import SMALL
+from tests.ranking.conftest import SMALL, other_inputs
 from tests.world import link_tables
 from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
@@ -325,6 +325,32 @@ def test_a_live_ranker_of_another_spec_does_not_block_the_next(
     assert not refused.promoted and "long_view is not calibrated" in refused.reasons
     decision = promote_if_better(ranker_lake, "feed", SPLIT, LENIENT)
     assert decision.promoted and decision.reasons[0] == "the first of its spec"
+
+
+@pytest.mark.parametrize("key", ["similarity_attributes", "sequences", "position_bias"])
+def test_a_live_ranker_of_other_inputs_does_not_block_the_next(
+    ranker_lake: Lake, folder: Path, key: str
+) -> None:
+    """It can be compared, but not be refit: one within noise of it has to replace it."""
+    old = copy_ranker(folder, ranker_lake.root, "old")
+    spec = ranker_lake.spec.model_copy(update=other_inputs(ranker_lake.spec)[key])
+    assert spec.hash == ranker_lake.spec.hash
+    changed = manifest.read_manifest(old).model_copy(update={"spec": spec})
+    manifest.write_manifest(old, changed)
+    live_pointer(ranker_lake.root, "feed").promote("old")
+    refused = promote_if_better(ranker_lake, "feed", SPLIT, CONFIG)
+    assert not refused.promoted and "long_view is not calibrated" in refused.reasons
+    decision = promote_if_better(ranker_lake, "feed", SPLIT, LENIENT)
+    assert decision.promoted and decision.reasons[0].startswith(f"the first with other {key}")
+
+
+def test_a_ranker_of_other_inputs_than_the_spec_is_not_promoted(ranker_lake: Lake) -> None:
+    """It could not be refit."""
+    for key, changes in other_inputs(ranker_lake.spec).items():
+        other = Lake(ranker_lake.root, ranker_lake.spec.model_copy(update=changes))
+        decision = promote_if_better(other, "feed", SPLIT, LENIENT)
+        assert not decision.promoted and live_pointer(other.root, "feed").read() is None
+        assert decision.reasons[0].startswith(f"it was trained with other {key}")
 
 
 def other_spec(spec: DataSpec) -> DataSpec:

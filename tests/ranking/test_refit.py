@@ -23,11 +23,18 @@ from etl.tables.uri import StoragePath
 from gemline import main
 from ranking.inputs.segments import NEW
 from ranking.registry.export import TrainingSnapshot
-from ranking.registry.manifest import DAY_FILE, RankerTraining, offsets_of, read_manifest
+from ranking.registry.manifest import (
+    DAY_FILE,
+    RankerTraining,
+    offsets_of,
+    read_manifest,
+    write_manifest,
+)
 from ranking.registry.model_card import model_card
 from ranking.registry.promotion import PromotionConfig, PromotionDecision, ranker_predictions
 from ranking.registry.ranker import (
     ExportedRanker,
+    latest_trained_pointer,
     live_pointer,
     live_version,
     load_ranker,
@@ -36,6 +43,7 @@ from ranking.registry.ranker import (
 )
 from ranking.registry.records import (
     PromotionRecord,
+    read_promotion_record,
     read_refit_record,
     write_promotion_record,
 )
@@ -79,6 +87,7 @@ NOON = END - 12 * 3600
 CONFIG = StudentTrainConfig(
     model=SMALL, distillation=DistillationConfig(shared_modules=()), batch_rows=64
 )
+PASSING = PromotionConfig(segment_tolerance=1e9)  # segments are not judged
 
 
 @pytest.fixture(scope="module")
@@ -441,6 +450,41 @@ def test_a_candidate_is_judged_with_the_labels_that_the_live_refit_has_learned(
     assert np.abs(alone.probabilities - served.probabilities).max() > 1e-3
 
 
+def passes(version: str, *_: object) -> PromotionDecision:
+    """The gate's comparison, won by the new ranker."""
+    return PromotionDecision(version, True, ("click is better",))
+
+
+def without_last_day(lake: Lake) -> Lake:
+    """The lake, pinned at versions of its own tables from before the last day was written."""
+    pins = {}
+    for name in ("events", "examples", "impressions"):
+        table = Path(lake.root, name)
+        shared = table.resolve()
+        table.unlink()
+        shutil.copytree(shared, table)
+        complete = DeltaTable(table).version()
+        DeltaTable(table).delete(f"day = '{LAST}'")
+        pins[name] = DeltaTable(table).version()
+        DeltaTable(table).restore(complete)
+    return Lake(lake.root, lake.spec, pins)
+
+
+def test_a_new_ranker_of_pinned_tables_learns_the_later_labels_of_the_live_refit(
+    refits: Refits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daily run judges on the tables of its day; refreshes of the next day have refit since."""
+    pinned = without_last_day(copy_with_own_rankers(refits.lake, tmp_path / "lake"))
+    candidate = train_ranker(pinned, SURFACE, SPLIT, CONFIG.model_copy(update={"seed": 1}))
+    monkeypatch.setattr("ranking.trainer.promote.compare_rankers", passes)
+    assert promote_if_better(pinned, SURFACE, SPLIT, PASSING).promoted
+    refit = read_manifest(live_version(pinned.root, SURFACE)).training
+    live = read_manifest(refits.last).training
+    assert refit and live and refit.refit_of == candidate.name
+    assert refit.labels_until == live.labels_until == END
+    assert refit.newest_labels == live.newest_labels
+
+
 def test_a_new_ranker_goes_live_with_the_labels_that_the_live_refit_has_learned(
     refits: Refits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,9 +492,6 @@ def test_a_new_ranker_goes_live_with_the_labels_that_the_live_refit_has_learned(
     lake = copy_with_own_rankers(refits.lake, tmp_path / "lake")
     candidate = train_ranker(lake, SURFACE, SPLIT, CONFIG.model_copy(update={"seed": 1}))
     published: list[str] = []
-
-    def passes(version: str, *_: object) -> PromotionDecision:
-        return PromotionDecision(version, True, ("click is better",))
 
     def write_text(path: StoragePath, text: str) -> None:
         if path.name == "current.json":
@@ -460,13 +501,75 @@ def test_a_new_ranker_goes_live_with_the_labels_that_the_live_refit_has_learned(
     atomic_io_write_text = atomic_io.write_text
     monkeypatch.setattr("ranking.trainer.promote.compare_rankers", passes)
     monkeypatch.setattr("etl.tables.atomic_io.write_text", write_text)
-    config = PromotionConfig(segment_tolerance=1e9)
-    assert promote_if_better(lake, SURFACE, SPLIT, config).promoted
+    assert promote_if_better(lake, SURFACE, SPLIT, PASSING).promoted
     live = live_version(lake.root, SURFACE)
     training = read_manifest(live).training
     assert training and training.labels_until == END and training.refit_of == candidate.name
     assert "click is better" in training.gate and published == [live.name]
     assert live_pointer(lake.root, SURFACE).rollback() == candidate.name
+
+
+def add_candidate(lake: Lake, folder: StoragePath) -> str:
+    """Make a copy of a ranker the one that was trained last; returns its name."""
+    shutil.copytree(local_path(folder), local_path(folder.parent / "next"))
+    latest_trained_pointer(lake.root, SURFACE).promote("next")
+    return "next"
+
+
+def test_a_live_refit_of_other_inputs_is_replaced_by_a_ranker_that_can_be_refit(
+    refits: Refits, tmp_path: Path
+) -> None:
+    lake = copy_with_own_rankers(refits.lake, tmp_path / "lake")
+    folders = live_pointer(lake.root, SURFACE).folder
+    candidate = add_candidate(lake, folders / refits.gated.name)
+    for version in (refits.gated, refits.third, refits.last):
+        before = read_manifest(folders / version.name)
+        spec = before.spec.model_copy(update=other_inputs(before.spec)["position_bias"])
+        write_manifest(local_path(folders / version.name), before.model_copy(update={"spec": spec}))
+    with pytest.raises(UserError, match="was trained with other position_bias"):
+        refit_live_ranker(lake, SURFACE, END)
+    lenient = PASSING.model_copy(update={"tolerance": 1e6})
+    assert promote_if_better(lake, SURFACE, SPLIT, lenient).promoted
+    live = refit_live_ranker(lake, SURFACE, END)
+    training = read_manifest(live).training
+    assert training and training.refit_of == candidate and training.labels_until == END
+
+
+@pytest.mark.parametrize("test_day", [THIRD, LAST])
+def test_a_decision_does_not_depend_on_offsets_that_learned_later_labels(
+    refits: Refits, tmp_path: Path, test_day: date
+) -> None:
+    """The new ranker was live, refreshed and rolled back; for the last day it is continued."""
+    lake = copy_with_own_rankers(refits.lake, tmp_path / "lake")
+    pointer = live_pointer(lake.root, SURFACE)
+    assert pointer.rollback() == refits.third.name
+    candidate = add_candidate(lake, pointer.folder / refits.gated.name)
+    days = dict.fromkeys(("test_first", "test_last", "data_until"), test_day)
+    split = SPLIT.model_copy(update=days)
+
+    def judge() -> tuple[PromotionDecision, PromotionRecord | None]:
+        decision = promote_if_better(lake, SURFACE, split, PromotionConfig())
+        return decision, read_promotion_record(lake.root, SURFACE)
+
+    before = judge()
+    assert "nothing is better outside noise" in before[0].reasons  # it equals the live one
+    pointer.promote(candidate)
+    refresh_live_calibration(lake, SURFACE, END)
+    pointer.rollback()
+    pointer.unblock(candidate)
+    assert judge() == before
+
+
+def test_a_ranker_whose_calibration_has_learned_labels_of_the_test_days_is_not_promoted(
+    own_lake: Lake,
+) -> None:
+    pointer = live_pointer(own_lake.root, SURFACE)
+    pointer.path.unlink()
+    split = SPLIT.model_copy(update={"calibration": None, "test_first": SECOND})
+    decision = promote_if_better(own_lake, SURFACE, split, PromotionConfig())
+    assert not decision.promoted and pointer.read() is None
+    assert decision.reasons[0].startswith("its calibration has learned labels of the test days")
+    assert promote_if_better(own_lake, SURFACE, SPLIT, PromotionConfig()).promoted
 
 
 def test_a_refit_that_was_rolled_back_is_followed_by_none_until_it_is_unblocked(
