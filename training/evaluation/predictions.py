@@ -126,6 +126,14 @@ def predict(
     return concat_predictions(parts)
 
 
+def has_enough_labels(predictions: Predictions, objective: str, minimum: int) -> bool:
+    """Whether an objective has a minimum of positive and as many negative final labels."""
+    column = predictions.objectives.index(objective)
+    labels = predictions.labels[predictions.label_mask[:, column], column]
+    positives = int(labels.sum())
+    return min(positives, len(labels) - positives) >= minimum
+
+
 def _empty_predictions(objectives: Sequence[str]) -> Predictions:
     shape = (0, len(objectives))
     return Predictions(
