@@ -36,10 +36,14 @@ ModelMetadata = dict[str, str]
 
 
 class DomainModel(NamedTuple):
-    """The weights of a domain's model by name, and the GEMs whose predictions it learned."""
+    """The weights of a domain's model by name, and the GEMs whose predictions it learned.
+
+    `compressor_version` is that of the teacher embeddings that it read; None if not recorded.
+    """
 
     weights: dict[str, Tensor]
     teacher_versions: frozenset[str]
+    compressor_version: str | None = None
 
 
 def domain_model_path(lake: Lake, name: str, day: date) -> StoragePath:
@@ -57,7 +61,10 @@ def save_domain_model(
 ) -> StoragePath:
     """Write the weights of a domain's model, its lineage and what it reads; returns the file."""
     path = domain_model_path(reader.lake, name, day)
-    lineage = {"teacher_versions": ", ".join(sorted(model.teacher_versions))}
+    lineage = {
+        "teacher_versions": ", ".join(sorted(model.teacher_versions)),
+        "compressor_version": model.input_builder.teacher_embeddings.compressor_version or "",
+    }
     with atomic_io.replace_file(path) as temporary:
         save_file(_state_dict(model), temporary, _model_metadata(reader, name) | lineage)
     return path
@@ -92,7 +99,8 @@ def load_domain_model(reader: ExampleReader, day: date) -> DomainModel:
                 "`gemline rank train-domain` again"
             )
     teachers = metadata.get("teacher_versions", "").split(", ")
-    return DomainModel(weights, frozenset(teachers) - {""})
+    compressor = metadata.get("compressor_version") or None
+    return DomainModel(weights, frozenset(teachers) - {""}, compressor)
 
 
 @torch.no_grad()
@@ -102,8 +110,16 @@ def load_domain_weights(student: TrainedStudent, domain: DomainModel) -> None:
     The student takes over the GEMs whose predictions were learned.
 
     Raises:
-        UserError: Any other weight has another shape.
+        UserError: Any other weight has another shape, or the domain's model has learned teacher
+            embeddings of another compressor.
     """
+    read = student.input_builder.teacher_embeddings.compressor_version
+    if read and domain.compressor_version not in {None, read}:
+        raise UserError(
+            "the domain's model was trained with teacher embeddings of compressor "
+            f"{domain.compressor_version}, now they are of {read}: run `gemline rank train-domain` "
+            "again"
+        )
     for name, weight in _state_dict(student).items():
         domain_weight = domain.weights.get(name)
         if domain_weight is not None and domain_weight.shape == weight.shape:

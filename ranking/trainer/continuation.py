@@ -193,7 +193,9 @@ def continue_training(
     """A trainer with the state of an earlier session, for the items seen by the end of a day."""
     config = snapshot.record.config
     torch.manual_seed(config.seed + day.toordinal())
-    teacher_embeddings = load_teacher_history(reader.lake, config.model.input_limits)
+    teacher_embeddings = load_teacher_history(
+        reader.lake, config.model.input_limits, snapshot.record.compressor_version
+    )
     num_items = reader.items.num_seen_by(day)
     student = new_student(reader, config.model, num_items, teacher_embeddings)
     student.shared_gem = snapshot.record.shared_gem

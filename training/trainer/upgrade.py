@@ -22,6 +22,7 @@ from training.model.alignment import without_columns
 from training.model.carry_over import CarryOver
 from training.model.embeddings import UNKNOWN_VALUE_ROW
 from training.model.gem import Gem
+from training.teacher.compressor import compressor_version
 from training.trainer import checkpoint
 from training.trainer.async_checkpoint import AsyncCheckpointer
 from training.trainer.spec_changes import changed_columns, feature_changes
@@ -145,6 +146,7 @@ def upgraded_manifest(lake: Lake, old: Manifest, item_table_rows: int) -> Manife
             "base_rates": {n: r for n, r in old.base_rates.items() if n in features.objectives},
             "training": _training_of(training, features, item_table_rows),
             "spec_max_length": old.spec_max_length or training.max_length,
+            "compressor_version": compressor_version(old),
             "unfitted_numbers": _unfitted_numbers(old, features, spec.attributes),
         }
     )
