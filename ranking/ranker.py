@@ -4,6 +4,7 @@ Neither torch nor deltalake is needed: a ranker is a pair of ONNX programs, and 
 from the lake's feature store.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -17,9 +18,15 @@ from ranking.feature_store.request import RankRequest
 from ranking.feature_store.store import FeatureStore, validate_metadata
 from ranking.feature_store.wal import FeatureStoreHandle, feature_store_pointer
 from ranking.registry.ranker import ExportedRanker, live_version
-from ranking.serving.loaded_rankers import load_verified_ranker, require_compatible
+from ranking.serving.loaded_rankers import (
+    embeddings_warning,
+    load_verified_ranker,
+    require_compatible,
+)
 from ranking.serving.rank import rank_request
 from ranking.serving.schemas import RankResponse
+
+log = logging.getLogger(__name__)
 
 
 class Ranker:
@@ -67,6 +74,9 @@ class Ranker:
         except UserError:
             feature_store.release()
             raise
+        warning = embeddings_warning(exported.manifest, feature_store.store.metadata)
+        if warning:
+            log.warning(warning)
         return cls(exported, feature_store, data_spec)
 
     @property

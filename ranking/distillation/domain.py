@@ -6,6 +6,8 @@ training example before it learned the example. It starts with no modules of GEM
 the labels of these examples (`DomainTrainConfig`).
 """
 
+import logging
+from collections.abc import Collection
 from datetime import date
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ from etl.spec.units import DaySplit
 from etl.tables import atomic_io
 from etl.tables.atomic_io import download
 from etl.tables.lake import Lake
-from etl.tables.uri import StoragePath, resolve_uri
+from etl.tables.uri import StoragePath, list_matching, resolve_uri
 from ranking.student.trained import TrainedStudent
 from training.data.reader import ExampleReader
 from training.evaluation.predictions import Predictions
@@ -33,13 +35,18 @@ RESIZABLE_LAYERS = (
     "student.value_head.",
 )
 ModelMetadata = dict[str, str]
+log = logging.getLogger(__name__)
 
 
 class DomainModel(NamedTuple):
-    """The weights of a domain's model by name, and the GEMs whose predictions it learned."""
+    """The weights of a domain's model by name, and the GEMs whose predictions it learned.
+
+    `compressor_version` is that of the teacher embeddings that it read; None if not recorded.
+    """
 
     weights: dict[str, Tensor]
     teacher_versions: frozenset[str]
+    compressor_version: str | None = None
 
 
 def domain_model_path(lake: Lake, name: str, day: date) -> StoragePath:
@@ -57,7 +64,10 @@ def save_domain_model(
 ) -> StoragePath:
     """Write the weights of a domain's model, its lineage and what it reads; returns the file."""
     path = domain_model_path(reader.lake, name, day)
-    lineage = {"teacher_versions": ", ".join(sorted(model.teacher_versions))}
+    lineage = {
+        "teacher_versions": ", ".join(sorted(model.teacher_versions)),
+        "compressor_version": model.input_builder.teacher_embeddings.compressor_version or "",
+    }
     with atomic_io.replace_file(path) as temporary:
         save_file(_state_dict(model), temporary, _model_metadata(reader, name) | lineage)
     return path
@@ -92,7 +102,8 @@ def load_domain_model(reader: ExampleReader, day: date) -> DomainModel:
                 "`gemline rank train-domain` again"
             )
     teachers = metadata.get("teacher_versions", "").split(", ")
-    return DomainModel(weights, frozenset(teachers) - {""})
+    compressor = metadata.get("compressor_version") or None
+    return DomainModel(weights, frozenset(teachers) - {""}, compressor)
 
 
 @torch.no_grad()
@@ -102,8 +113,16 @@ def load_domain_weights(student: TrainedStudent, domain: DomainModel) -> None:
     The student takes over the GEMs whose predictions were learned.
 
     Raises:
-        UserError: Any other weight has another shape.
+        UserError: Any other weight has another shape, or the domain's model has learned teacher
+            embeddings of another compressor.
     """
+    read = student.input_builder.teacher_embeddings.compressor_version
+    if read and domain.compressor_version not in {None, read}:
+        raise UserError(
+            "the domain's model was trained with teacher embeddings of compressor "
+            f"{domain.compressor_version}, now they are of {read}: run `gemline rank train-domain` "
+            "again"
+        )
     for name, weight in _state_dict(student).items():
         domain_weight = domain.weights.get(name)
         if domain_weight is not None and domain_weight.shape == weight.shape:
@@ -132,7 +151,35 @@ def load_domain_predictions(lake: Lake, surface: str, split: DaySplit) -> Teache
             f"{path} has predictions of {', '.join(predictions.objectives)}, now objectives are "
             f"{', '.join(lake.spec.objectives)}: run `gemline rank train-domain` again"
         )
-    return TeacherPredictions.of_model(predictions, f"{name}-{day:%Y%m%d}")
+    return TeacherPredictions.of_model(predictions, _teacher_version(name, day))
+
+
+def load_learned_predictions(
+    lake: Lake, surface: str, teacher_versions: Collection[str]
+) -> TeacherPredictions:
+    """What the model of a surface's domain predicted, of the versions that a ranker learned.
+
+    A refit learns them for the ranker's training examples, of which slow labels become final later;
+    the model has predicted no later examples. Without rows, and with a warning, if they are gone.
+    """
+    name = lake.spec.domain_of(surface)
+    if name is not None:
+        folder = resolve_uri(lake.root, "models", "domains", name)
+        for path in list_matching(folder, "*.parquet"):
+            version = _teacher_version(name, date.fromisoformat(path.stem))
+            if version in teacher_versions:
+                return TeacherPredictions.of_model(Predictions.read(path), version)
+    log.warning(
+        "the predictions of the domain's model that the ranker of %s has learned are gone: its "
+        "refit learns labels alone",
+        surface,
+    )
+    return TeacherPredictions.none(lake, sorted(teacher_versions))
+
+
+def _teacher_version(name: str, day: date) -> str:
+    """The version of a domain's model among those that a ranker has learned."""
+    return f"{name}-{day:%Y%m%d}"
 
 
 def _domain_of(lake: Lake, surface: str) -> str:

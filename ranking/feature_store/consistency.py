@@ -24,13 +24,12 @@ from ranking.feature_store.fetch import FeatureFetcher
 from ranking.feature_store.request import RankRequest
 from ranking.feature_store.store import FeatureStore
 from ranking.inputs.arrays import ItemFeatures, TeacherHistoryFeatures
-from ranking.inputs.from_tables import InputBuilder
+from ranking.inputs.from_tables import InputBuilder, load_teacher_history
 from ranking.inputs.recency_features import RecencyArrays
 from ranking.student.config import InputLimits
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import ALL_LABELS
 from training.data.reader import ExampleReader
-from training.teacher.embeddings import TeacherEmbeddings, load_teacher_embeddings
 
 DECAYED_TOLERANCE = 1e-6
 Row = Mapping[str, Any]
@@ -74,7 +73,8 @@ def check_consistency(
         surface: ExampleReader.latest(lake, sequence, input_limits.max_length, (surface,))
         for surface in lake.spec.ad_surfaces
     }
-    fetcher, compare = FeatureFetcher(store, input_limits), _Comparison(lake, day, input_limits)
+    fetcher = FeatureFetcher(store, input_limits)
+    compare = _Comparison(lake, day, input_limits, store.metadata.compressor_version)
     mismatches: list[str] = []
     num_requests = 0
     requests = islice(_requests_by_time(lake, readers, day), max_requests)
@@ -93,14 +93,12 @@ def check_consistency(
 class _Comparison:
     """Compares the online features of requests of a day with those from the tables."""
 
-    def __init__(self, lake: Lake, day: date, input_limits: InputLimits) -> None:
+    def __init__(
+        self, lake: Lake, day: date, input_limits: InputLimits, compressor_version: str | None
+    ) -> None:
         self._last_day = day - timedelta(days=1)
         self._input_limits = input_limits
-        self._teacher_embeddings = (
-            load_teacher_embeddings(lake)
-            if input_limits.teacher_history_length
-            else TeacherEmbeddings.empty()
-        )
+        self._teacher_embeddings = load_teacher_history(lake, input_limits, compressor_version)
 
     def __call__(
         self, fetcher: FeatureFetcher, request: RankRequest, reader: ExampleReader, batch: Batch

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from tqdm import tqdm
 
 from etl.errors import UserError
-from etl.tables import arrow, atomic_io, schemas
+from etl.tables import arrow, atomic_io, model_schemas, schemas
 from etl.tables.lake import Lake
 from etl.tables.lease import hold_leases
 from etl.tables.pointer import VersionPointer, remove_unreferenced_versions
@@ -34,6 +34,7 @@ from ranking.feature_store.table_source import TableSource, rows_until
 from ranking.feature_store.wal import feature_store_pointer
 from ranking.registry.manifest import RankerManifest, read_package
 from ranking.registry.ranker import live_pointer
+from training.teacher.embeddings import latest_compressor
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +43,14 @@ log = logging.getLogger(__name__)
 class HistoryLengths:
     """The amount of data that a store holds per user.
 
-    `events` of the named sequence, and `teacher_embeddings` of earlier impressions.
+    `events` of the named sequence, and `teacher_embeddings` of earlier impressions, which are of
+    the latest of `compressors`, or of all compressors if none is named.
     """
 
     sequence: str
     events: int
     teacher_embeddings: int = 0
+    compressors: frozenset[str] = frozenset()
 
 
 def build_feature_store(
@@ -70,6 +73,7 @@ def build_feature_store(
         sequence=lengths.sequence,
         history_length=lengths.events,
         teacher_history_length=lengths.teacher_embeddings,
+        compressor_version=_stored_compressor(lake, data_until_day, lengths),
         data_until=data_until,
         num_items=1 + pc.max(items["item_index"]).as_py() if len(items) else RESERVED_ITEM_INDICES,
     )
@@ -89,6 +93,16 @@ def build_feature_store(
     store.close()
     atomic_io.publish_folder(staging, folder)
     return open_store(folder, lake.spec)
+
+
+def _stored_compressor(lake: Lake, data_until_day: date, lengths: HistoryLengths) -> str | None:
+    """The compressor of the teacher embeddings of a store; None if it holds none."""
+    schema = model_schemas.user_teacher_embeddings(lake.spec)
+    if not lengths.teacher_embeddings or not lake.exists(schema.name):
+        return None
+    columns = ["visible_ts", "compressor_version"]
+    rows = rows_until(arrow.snapshot(lake, schema), data_until_day, columns)
+    return latest_compressor(rows, lengths.compressors)
 
 
 def materialize_lease(lake: str, command: str) -> AbstractContextManager[None]:
@@ -129,7 +143,10 @@ def next_store_name(pointer: VersionPointer, day: date) -> str:
 
 
 def required_lengths(manifests: Sequence[RankerManifest]) -> HistoryLengths:
-    """What rankers read together; raises UserError if they read different sequences."""
+    """What rankers read together; raises UserError if they read different sequences.
+
+    They may read teacher embeddings of different compressors: a store holds those of the latest.
+    """
     sequences = sorted({manifest.sequence for manifest in manifests})
     if len(sequences) > 1:
         raise UserError(
@@ -139,6 +156,9 @@ def required_lengths(manifests: Sequence[RankerManifest]) -> HistoryLengths:
         sequence=sequences[0],
         events=max(manifest.max_length for manifest in manifests),
         teacher_embeddings=max(manifest.teacher_history_length for manifest in manifests),
+        compressors=frozenset(
+            manifest.compressor_version for manifest in manifests if manifest.compressor_version
+        ),
     )
 
 

@@ -65,9 +65,11 @@ def newer_live_store(lake: Lake, data_until: int) -> NewerStore | None:
 
 
 def _holds(metadata: StoreMetadata, lengths: HistoryLengths) -> bool:
-    """Whether a store holds histories of some lengths."""
+    """Whether a store holds histories of some lengths, with teacher embeddings that are read."""
+    compressor = metadata.compressor_version
     return (
         metadata.sequence == lengths.sequence
         and metadata.history_length >= lengths.events
         and (metadata.teacher_history_length or 0) >= lengths.teacher_embeddings
+        and (not compressor or not lengths.compressors or compressor in lengths.compressors)
     )

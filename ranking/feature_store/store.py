@@ -36,14 +36,16 @@ class StoreMetadata(StrictModel):
 
     `num_items` is the number of item indices in the tables at that time. Items that are seen first
     in the store may get another index in the tables later. `teacher_history_length` is None for
-    stores that were written before it was recorded. `record_format` is 1 for stores that
-    were written before it was recorded.
+    stores that were written before it was recorded. `compressor_version` is that of the teacher
+    embeddings; None if there are none, or in stores that were written before it was recorded.
+    `record_format` is 1 for stores that were written before it was recorded.
     """
 
     spec: DataSpec
     sequence: str
     history_length: int
     teacher_history_length: int | None = None
+    compressor_version: str | None = None
     data_until: int = 0
     num_items: int = RESERVED_ITEM_INDICES
     record_format: int = 1

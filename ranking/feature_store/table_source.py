@@ -55,7 +55,7 @@ from ranking.feature_store.store import (
 )
 from ranking.feature_store.wal import event_id_key
 from ranking.inputs.attribute_versions import readable_versions
-from training.teacher.embeddings import of_latest_compressor
+from training.teacher.embeddings import of_compressor
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,12 @@ class TableSource:
 
     def teacher_history_records(self) -> Iterator[tuple[str, KeyValuePairs]]:
         """The teacher embeddings of each user's most recent impressions that requests can read."""
-        schema = model_schemas.user_teacher_embeddings(self.lake.spec)
-        if not self.teacher_history_length or not self.lake.exists(schema.name):
+        version = self.store.metadata.compressor_version
+        if version is None:
             return
-        stored = of_latest_compressor(
-            rows_until(arrow.snapshot(self.lake, schema), self.data_until_day)
-        )
+        schema = model_schemas.user_teacher_embeddings(self.lake.spec)
+        table = arrow.snapshot(self.lake, schema)
+        stored = of_compressor(rows_until(table, self.data_until_day), version)
         stored = stored.sort_by([(name, "ascending") for name in schema.order_by])
         rows = np.zeros(len(stored), TEACHER_HISTORY_DTYPE)
         rows["visible_ts"], rows["impression_ts"] = stored["visible_ts"], stored["impression_ts"]
@@ -206,6 +206,7 @@ class TableSource:
         return user_key_values_of_events(self.store.layout, versions, users, visible)
 
 
-def rows_until(table: Snapshot, day: date) -> pa.Table:
-    """The rows of a table that landed up to the end of a day."""
-    return table.read(day=[stored for stored in table.days() if stored <= day]).combine_chunks()
+def rows_until(table: Snapshot, day: date, columns: list[str] | None = None) -> pa.Table:
+    """The rows of a table that landed up to the end of a day, with some columns or all."""
+    days = [stored for stored in table.days() if stored <= day]
+    return table.read(columns, day=days).combine_chunks()

@@ -129,11 +129,16 @@ class InputBuilder:
         )
 
 
-def load_teacher_history(lake: Lake, input_limits: InputLimits) -> TeacherEmbeddings:
-    """The teacher embeddings of a lake, or none if a ranker of these limits reads none."""
+def load_teacher_history(
+    lake: Lake, input_limits: InputLimits, compressor_version: str | None = None
+) -> TeacherEmbeddings:
+    """The teacher embeddings of a lake, or none if a ranker of these limits reads none.
+
+    They are those of the compressor that the ranker was trained with, by default of the latest one.
+    """
     if not input_limits.teacher_history_length:
         return TeacherEmbeddings.empty()
-    return load_teacher_embeddings(lake)
+    return load_teacher_embeddings(lake, compressor_version)
 
 
 def _age_seconds(index: PaddedIndex, as_of: np.ndarray, impression_ts: np.ndarray) -> np.ndarray:

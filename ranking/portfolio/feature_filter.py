@@ -11,8 +11,15 @@ import numpy as np
 import torch
 
 from etl.array_types import Float64
-from ranking.portfolio.groups import GroupDesign, GroupTrials, Pair, Portfolio
-from ranking.portfolio.partition import Change, compare, rows_of
+from ranking.portfolio.groups import (
+    GroupDesign,
+    GroupTrainer,
+    GroupTrials,
+    Pair,
+    Portfolio,
+    labels_of,
+)
+from ranking.portfolio.partition import Change, compare, pairs_with_few_labels, rows_of
 from training.data.batch import Batch
 from training.evaluation.feature_units import (
     FeatureUnit,
@@ -35,7 +42,7 @@ def permutation_importances(
     Correlated units are permuted together.
     """
     trainer = trials.train(design)
-    batches = list(trials.batches_of(trainer, "validation"))[::SAMPLE_EVERY]
+    batches = _sampled_batches(trials, trainer, design)
     numbers = torch.cat([batch.row_numeric for batch in batches])
     groups = correlated_units(trials.units, numbers)
 
@@ -54,6 +61,16 @@ def permutation_importances(
         permuted = ne_of(UnitPermutation([trials.units[name] for name in group]))
         importances[group] = {pair: permuted[pair] - base[pair] for pair in design.group}
     return importances
+
+
+def _sampled_batches(
+    trials: GroupTrials, trainer: GroupTrainer, design: GroupDesign
+) -> list[Batch]:
+    """One of SAMPLE_EVERY validation batches, or all if a pair has too few labels in those."""
+    batches = list(trials.batches_of(trainer, "validation"))
+    sample = batches[::SAMPLE_EVERY]
+    labels = labels_of(sample, trainer.student.input_builder.reader.features.objectives)
+    return sample if not pairs_with_few_labels(trials, labels, design.group) else batches
 
 
 def pareto_order(importances: Float64) -> list[int]:

@@ -5,7 +5,7 @@ B examples, O objectives, S surfaces (with code 0 for none).
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -174,6 +174,15 @@ class GroupTrials:
         """Predictions of the test rows, calibrated by surface on the validation rows."""
         return self._predictions(design, "test")
 
+    def labels(self, design: GroupDesign, rows: str) -> Predictions:
+        """The labels of the `validation` or `test` rows of a group's surfaces; nothing is trained.
+
+        All probabilities are 1/2.
+        """
+        trainer = self.untrained(design)
+        objectives = trainer.student.input_builder.reader.features.objectives
+        return labels_of(self.batches_of(trainer, rows), objectives)
+
     def untrained(self, design: GroupDesign) -> GroupTrainer:
         """The trainer of a group, with initial weights."""
         surfaces, config = surfaces_of(design.group), design.config.labels_only()
@@ -228,11 +237,22 @@ class GroupTrials:
         return resolve_uri(self.lake.root, "portfolio", f"{name}-{rows}.parquet")
 
 
+def labels_of(batches: Iterable[Batch], objectives: Sequence[str]) -> Predictions:
+    """The labels of batches, with probabilities of 1/2."""
+    return predict(lambda batch: torch.zeros_like(batch.labels), batches, objectives)
+
+
 def _calibrated(predicted: Mapping[str, Predictions]) -> dict[str, Predictions]:
-    """Both predictions, with Platt scaling by surface and objective, fitted on validation rows."""
-    parts: dict[str, list[Predictions]] = {name: [] for name in predicted}
+    """Both predictions, with Platt scaling by surface and objective, fitted on validation rows.
+
+    Those of a surface without validation rows are not scaled.
+    """
     validation = predicted["validation"]
-    for code in np.unique(validation.surface):
+    parts = {
+        name: [found.filter(np.zeros_like(found.surface, bool))]
+        for name, found in predicted.items()
+    }
+    for code in np.unique(np.concatenate([found.surface for found in predicted.values()])):
         fitted = fit_per_objective(validation.filter(validation.surface == code), {})
         for name, found in predicted.items():
             rows = SegmentedPredictions(found.filter(found.surface == code), {})

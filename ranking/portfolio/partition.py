@@ -6,6 +6,7 @@ P pairs, W weights of the probe.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import nan
 from statistics import mean
 
 import numpy as np
@@ -24,15 +25,18 @@ from ranking.portfolio.groups import (
     format_group,
     surfaces_of,
 )
+from ranking.registry.promotion import MIN_POSITIVES
 from ranking.student.config import StudentTrainConfig
 from training.data.batch import Batch
 from training.evaluation.predictions import (
     ConfidenceInterval,
     Predictions,
+    has_enough_labels,
     paired_ne_difference,
 )
 
 PROBE_BATCHES = 8
+TOO_FEW_LABELS = "too few labels"
 
 
 @dataclass(frozen=True)
@@ -132,9 +136,13 @@ def cosine(a: Float64, b: Float64) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """NE of pairs under a new design less that under earlier ones, on the same rows."""
+    """NE of pairs under a new design less that under earlier ones, on the same rows.
+
+    `too_few_labels` are pairs without enough labels on these rows, which have no difference.
+    """
 
     differences: Mapping[Pair, ConfidenceInterval]
+    too_few_labels: tuple[Pair, ...] = ()
 
     @property
     def losers(self) -> list[Pair]:
@@ -143,18 +151,22 @@ class Comparison:
 
     @property
     def mean(self) -> float:
-        """The mean difference over pairs."""
-        return mean(difference.value for difference in self.differences.values())
+        """The mean difference over pairs; NaN without one."""
+        values = [difference.value for difference in self.differences.values()]
+        return mean(values) if values else nan
 
     @property
     def worst(self) -> str:
         """The pair whose interval begins highest, with its difference in units of 1e-4."""
+        if not self.differences:
+            return TOO_FEW_LABELS
         pair = max(self.differences, key=lambda pair: self.differences[pair].low)
         return f"{pair} {self.differences[pair]}"
 
     def __str__(self) -> str:
         """The differences in units of 1e-4."""
-        return "; ".join(f"{pair}: NE {found}" for pair, found in self.differences.items())
+        found = [f"{pair}: NE {difference}" for pair, difference in self.differences.items()]
+        return "; ".join([*found, *(f"{pair}: {TOO_FEW_LABELS}" for pair in self.too_few_labels)])
 
 
 @dataclass(frozen=True)
@@ -196,6 +208,17 @@ def rows_of(trials: GroupTrials, predictions: Predictions, pair: Pair) -> Predic
     """The rows of a pair's surface."""
     code = trials.lake.spec.surface_codes[pair.surface]
     return predictions.filter(predictions.surface == code)
+
+
+def pairs_with_few_labels(
+    trials: GroupTrials, labels: Predictions, pairs: Iterable[Pair]
+) -> tuple[Pair, ...]:
+    """The pairs with fewer positive or negative labels than the promotion gate needs."""
+    return tuple(
+        pair
+        for pair in pairs
+        if not has_enough_labels(rows_of(trials, labels, pair), pair.objective, MIN_POSITIVES)
+    )
 
 
 def partition(
@@ -244,6 +267,7 @@ def daily_flops(trials: GroupTrials, portfolio: Portfolio) -> float:
     total = 0.0
     for design in portfolio.designs:
         trainer = trials.untrained(design)
-        batch = next(iter(trials.batches_of(trainer, "test")))
-        total += flops_per_example(trainer, batch) * len(trials.test(design).impression_ids)
+        batch = next(iter(trials.batches_of(trainer, "test")), None)
+        if batch is not None:
+            total += flops_per_example(trainer, batch) * len(trials.test(design).impression_ids)
     return total

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -70,6 +71,9 @@ class RankerTraining(StrictModel):
     """GEMs whose predictions were learned, also by the model whose weights it started with."""
     shared_gem: str | None = None
     """The GEM whose modules the training started with."""
+    compressor_version: str | None = None
+    """The compressor of the teacher embeddings that were read; None if there were none, or in
+    rankers that were saved before it was recorded."""
     refit_of: str | None = None
     """The version that was promoted, if this one continued its training on newer labels."""
     gate: tuple[str, ...] = ()
@@ -113,6 +117,24 @@ class RankerManifest(StrictModel):
     def input_limits(self) -> InputLimits:
         """How much of a request the ranker reads."""
         return InputLimits.of(self)
+
+    @property
+    def compressor_version(self) -> str | None:
+        """The compressor of the teacher embeddings that the ranker reads; None if not recorded."""
+        return self.training.compressor_version if self.training else None
+
+    def can_read_embeddings_of(self, compressor_version: str | None) -> bool:
+        """Whether teacher embeddings of a compressor are those that the ranker was trained with.
+
+        True if one of both compressors is not known.
+        """
+        return not compressor_version or self.compressor_version in {None, compressor_version}
+
+    def limits_with(self, compressor_version: str | None) -> InputLimits:
+        """The input limits where embeddings are of a compressor; those of another are not read."""
+        if self.can_read_embeddings_of(compressor_version):
+            return self.input_limits
+        return replace(self.input_limits, teacher_history_length=0)
 
     @property
     def labels_until(self) -> int:

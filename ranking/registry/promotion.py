@@ -31,6 +31,7 @@ from training.evaluation.predictions import (
     ConfidenceInterval,
     Predictions,
     calibration_interval,
+    has_enough_labels,
     ne_interval,
     paired_ne_difference,
 )
@@ -70,7 +71,9 @@ def compare_rankers(
     Without a live one it is promoted if it is calibrated, and the reasons have its own NE. Some
     objective must be evaluated.
     """
-    names = [name for name in candidate.objectives if _has_enough_labels(candidate, name)]
+    names = [
+        name for name in candidate.objectives if has_enough_labels(candidate, name, MIN_POSITIVES)
+    ]
     ratios = {name: calibration_interval(candidate, name) for name in names}
     uncalibrated = [
         name for name, ratio in ratios.items() if not _is_calibrated(ratio, config.tolerance)
@@ -156,12 +159,6 @@ def predict_labels(
 
     manifest = ranker.manifest
     return predict_by_segment(score, batches, manifest.spec, manifest.num_items)
-
-
-def _has_enough_labels(predictions: Predictions, objective: str) -> bool:
-    column = predictions.objectives.index(objective)
-    labels = predictions.labels[predictions.label_mask[:, column], column]
-    return bool(min(labels.sum(), (1 - labels).sum()) >= MIN_POSITIVES)
 
 
 def _is_calibrated(ratio: ConfidenceInterval, tolerance: float) -> bool:

@@ -39,7 +39,9 @@ def input_builder(ranker: ExportedRanker, lake: Lake) -> InputBuilder:
     reader = ExampleReader(
         ranker_lake, versions, manifest.sequence, manifest.max_length, (manifest.surface,)
     )
-    teacher_embeddings = load_teacher_history(ranker_lake, manifest.input_limits)
+    teacher_embeddings = load_teacher_history(
+        ranker_lake, manifest.input_limits, manifest.compressor_version
+    )
     return InputBuilder(reader, teacher_embeddings, manifest.input_limits)
 
 

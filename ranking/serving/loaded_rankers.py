@@ -41,6 +41,7 @@ class LoadedRankers:
         self._load_ranker = _ranker_loader(use_compiled)
         self._loaded: RankersBySurface = {}
         self._failures: dict[str, LoadFailure] = {}
+        self._warnings: dict[str, str | None] = {}  # logged last, by surface
         self.refresh(store_metadata)
 
     @property
@@ -131,6 +132,10 @@ class LoadedRankers:
             else:
                 ranker = with_current_offsets(ranker, folder)
             self._loaded[surface] = folder, require_compatible(ranker, store_metadata)
+            warning = embeddings_warning(ranker.manifest, store_metadata)
+            if warning and self._warnings.get(surface) != warning:
+                log.warning(warning)
+            self._warnings[surface] = warning
         self._failures.pop(surface, None)
 
     def _known_failure(
@@ -223,3 +228,15 @@ def validate_inputs(manifest: RankerManifest, store_metadata: StoreMetadata) -> 
         raise UserError(
             f"{name} reads more than the feature store holds: run `gemline rank materialize`"
         )
+
+
+def embeddings_warning(manifest: RankerManifest, store_metadata: StoreMetadata) -> str | None:
+    """Why a ranker is served without teacher embeddings of a store that has some; or None."""
+    stored = store_metadata.compressor_version
+    if manifest.can_read_embeddings_of(stored):
+        return None
+    return (
+        f"the ranker {manifest.version} of {manifest.surface} is served without teacher "
+        f"embeddings: it was trained with those of compressor {manifest.compressor_version}, the "
+        f"feature store has those of {stored}; run `gemline rank materialize`, or train it again"
+    )

@@ -34,7 +34,8 @@ def rank_request(
     repeated = repeated_candidate(request.candidates)
     if repeated is not None:
         raise UserError(f"the candidate {repeated!r} is given twice: give each candidate once")
-    inputs = FeatureFetcher(store, ranker.manifest.input_limits)(request)
+    limits = ranker.manifest.limits_with(store.metadata.compressor_version)
+    inputs = FeatureFetcher(store, limits)(request)
     scores = ranker.score(ranker.user_state(inputs.requests), inputs.candidates)
     scores = scores[inputs.candidates.mask]
     request_index = np.zeros(len(request.candidates), np.int64)

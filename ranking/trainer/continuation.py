@@ -18,6 +18,7 @@ from etl.errors import UserError
 from etl.spec.model import DataSpec
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
+from ranking.distillation import domain
 from ranking.distillation.warm_start import freeze_as_before
 from ranking.inputs.from_tables import load_teacher_history
 from ranking.registry.export import TrainingSnapshot
@@ -198,15 +199,30 @@ def continue_training(
     """A trainer with the state of an earlier session, for the items seen by the end of a day."""
     config = snapshot.record.config
     torch.manual_seed(config.seed + day.toordinal())
-    teacher_embeddings = load_teacher_history(reader.lake, config.model.input_limits)
+    teacher_embeddings = load_teacher_history(
+        reader.lake, config.model.input_limits, snapshot.record.compressor_version
+    )
     num_items = reader.items.num_seen_by(day)
     student = new_student(reader, config.model, num_items, teacher_embeddings)
     student.shared_gem = snapshot.record.shared_gem
     freeze_as_before(student, trained_parameters(snapshot.state), config.distillation)
-    teacher = None
-    if config.distillation.kind != "none":
-        teacher = TeacherPredictions.of_gem(reader.lake, days)
-    trainer = StudentTrainer(student, config, teacher)
+    trainer = StudentTrainer(student, config, _teacher_predictions(reader, snapshot.record, days))
     trainer.load_state_dict(snapshot.state)
     trainer.teacher_versions |= set(snapshot.record.teacher_versions)
     return trainer
+
+
+def _teacher_predictions(
+    reader: ExampleReader, record: RankerTraining, days: Sequence[date]
+) -> TeacherPredictions | None:
+    """The predictions of the teacher of a training for some days; None if labels alone are learned.
+
+    The model of a domain has predicted the examples of the first training only.
+    """
+    distillation = record.config.distillation
+    if distillation.kind == "none":
+        return None
+    if distillation.teacher == "domain":
+        (surface,) = reader.surfaces
+        return domain.load_learned_predictions(reader.lake, surface, record.teacher_versions)
+    return TeacherPredictions.of_gem(reader.lake, days)

@@ -223,6 +223,7 @@ class StudentTrainer:
             table_versions=dict(reader.table_versions),
             teacher_versions=tuple(sorted(self.teacher_versions)),
             shared_gem=self.student.shared_gem,
+            compressor_version=self.student.input_builder.teacher_embeddings.compressor_version,
         )
         return TrainingSnapshot(record, self.state_dict())
 

@@ -120,6 +120,25 @@ def test_a_domain_model_that_reads_other_inputs_is_refused(
         domains.load_domain_model(surface_reader(other), DAY)
 
 
+def test_a_domain_model_that_learned_embeddings_of_another_compressor_is_refused(
+    table_lake: Lake,
+) -> None:
+    """Of a model that was saved before its compressor was recorded, it is not known."""
+    reader = surface_reader(table_lake)
+
+    def student_with(compressor: str | None) -> TrainedStudent:
+        return new_student(reader, SMALL, 10, TeacherEmbeddings.empty(compressor))
+
+    for compressor in ("one", None):
+        domains.save_domain_model(reader, "everywhere", DAY, student_with(compressor))
+        model = domains.load_domain_model(reader, DAY)
+        assert model.compressor_version == compressor
+        domains.load_domain_weights(student_with("one"), model)
+    domains.save_domain_model(reader, "everywhere", DAY, student_with("one"))
+    with pytest.raises(UserError, match="embeddings of compressor one, now they are of two: run"):
+        domains.load_domain_weights(student_with("two"), domains.load_domain_model(reader, DAY))
+
+
 def test_a_damaged_domain_model_is_refused(table_lake: Lake) -> None:
     path = domains.save_domain_model(
         surface_reader(table_lake), "everywhere", DAY, random_student(table_lake, 0)

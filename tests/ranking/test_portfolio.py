@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import torch
 import yaml
@@ -17,12 +19,14 @@ from hypothesis.extra.numpy import arrays
 from etl.errors import UserError
 from etl.spec import DataSpec, load_spec
 from etl.spec.units import DaySplit
+from etl.tables import arrow, label_schemas
 from etl.tables.lake import Lake
 from features.schema import feature_schema
 from ranking.portfolio.feature_filter import (
     filter_features,
     kept_share,
     pareto_order,
+    permutation_importances,
     select_within_budget,
 )
 from ranking.portfolio.groups import (
@@ -41,17 +45,19 @@ from ranking.portfolio.partition import (
     Comparison,
     compare,
     cosine,
+    daily_flops,
     jaccard,
     merge_priority,
 )
-from ranking.portfolio.proposal import proposal_lines, propose
+from ranking.portfolio.proposal import compare_on_test_days, proposal_lines, propose
 from ranking.portfolio.sizes import reduced
+from ranking.registry.promotion import MIN_POSITIVES
 from ranking.student.config import StudentTrainConfig
 from ranking.student.trained import new_student
 from tests.conftest import SPEC
 from tests.ranking.conftest import SMALL, batch_of, other_inputs
 from tests.small_pipeline import DAYS, FIRST
-from tests.world import copy_of
+from tests.world import copy_of, link_tables
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 from training.evaluation.feature_units import (
@@ -63,7 +69,7 @@ from training.evaluation.feature_units import (
     with_permuted_unit,
     without_units,
 )
-from training.evaluation.predictions import ConfidenceInterval
+from training.evaluation.predictions import ConfidenceInterval, Predictions
 from training.teacher.embeddings import TeacherEmbeddings
 
 DROPPED = ["counters by item", "user.country"]
@@ -182,6 +188,100 @@ def test_a_proposal_without_a_calibration_day_is_refused_before_any_training(
     monkeypatch.setattr(GroupTrials, "train", lambda *_: pytest.fail("a group was trained"))
     with pytest.raises(UserError, match="name one with --calibration"):
         propose(lake, SPLIT, CONFIG, print)
+
+
+FEW = SPLIT.model_copy(update={"calibration": FIRST})  # no label became final after the training
+
+
+def never_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of groups keep their initial weights."""
+    monkeypatch.setattr(GroupTrials, "train", GroupTrials.untrained)
+
+
+def predictions_of(lake: Lake, surface: str, users: int, positive_users: int) -> Predictions:
+    """A row of each user, with the same probability; the first users have all labels."""
+    objectives = tuple(lake.spec.objectives)
+    shape = users, len(objectives)
+    labels = np.zeros(shape, np.float32)
+    labels[:positive_users] = 1
+    return Predictions(
+        objectives=objectives,
+        impression_ids=np.arange(users).astype(str).astype(object),
+        user_hashes=np.arange(users),
+        surface=np.full(users, lake.spec.surface_codes[surface]),
+        probabilities=np.full(shape, 0.2),
+        labels=labels,
+        label_mask=np.ones(shape, bool),
+    )
+
+
+def test_pairs_with_too_few_test_labels_are_named_and_the_others_compared(
+    lake: Lake, tmp_path: Path
+) -> None:
+    trials = GroupTrials(link_tables(lake, tmp_path), FEW, {})
+    designs = {pair: GroupDesign(frozenset((pair,)), CONFIG) for pair in (CLICK, OTHER)}
+    for pair, positives in ((CLICK, MIN_POSITIVES), (OTHER, MIN_POSITIVES - 1)):
+        found = predictions_of(lake, pair.surface, 200, positives)
+        found.write(trials.predictions_path(designs[pair], "test"), FEW)
+    portfolio = Portfolio(tuple(designs.values()))
+    comparison = compare_on_test_days(trials, portfolio, portfolio, [CLICK, OTHER])
+    assert set(comparison.differences) == {CLICK} and comparison.too_few_labels == (OTHER,)
+    assert str(comparison) == "click on feed: NE +0 [+0, +0]; click on reels: too few labels"
+
+
+def test_a_comparison_without_any_judged_pair_has_no_mean() -> None:
+    comparison = Comparison({}, (CLICK,))
+    assert np.isnan(comparison.mean) and comparison.worst == "too few labels"
+    assert str(comparison) == "click on feed: too few labels" and not comparison.losers
+
+
+def test_no_flops_are_counted_for_a_surface_without_test_rows(lake: Lake, tmp_path: Path) -> None:
+    """A day after those of the logs: the examples have no row of it."""
+    later = {"test_first": DAYS[1] + timedelta(days=30), "test_last": DAYS[1] + timedelta(days=30)}
+    trials = GroupTrials(link_tables(lake, tmp_path), FEW.model_copy(update=later), {})
+    assert daily_flops(trials, Portfolio((GroupDesign(frozenset((CLICK,)), CONFIG),))) == 0
+
+
+def test_test_rows_of_a_surface_without_validation_rows_are_predicted(
+    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never_trained(monkeypatch)
+    trials = GroupTrials(link_tables(lake, tmp_path), FEW, {})
+    design = GroupDesign(frozenset((CLICK,)), CONFIG)
+    predicted, labels = trials.test(design), trials.labels(design, "test")
+    assert sorted(predicted.impression_ids) == sorted(labels.impression_ids)
+    assert len(labels.impression_ids) and not len(trials.validation(design).impression_ids)
+
+
+def test_importances_of_a_rare_objective_are_those_on_all_rows(
+    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first batch alone, which has not enough labels, there would be none."""
+    never_trained(monkeypatch)
+    monkeypatch.setattr("ranking.portfolio.groups.PREDICT_ROWS", 16)
+    split = SPLIT.model_copy(update={"calibration": DAYS[1]})
+    units = {"context.hour": optional_units(lake.spec)["context.hour"]}
+    trials = GroupTrials(link_tables(lake, tmp_path), split, units)
+    design = GroupDesign(frozenset((CLICK,)), CONFIG)
+    found = []
+    for every in (10**6, 1):
+        monkeypatch.setattr("ranking.portfolio.feature_filter.SAMPLE_EVERY", every)
+        found.append(permutation_importances(trials, design))
+    assert found[0] == found[1] and all(
+        np.isfinite(v) for v in found[0][("context.hour",)].values()
+    )
+
+
+def test_a_portfolio_that_no_label_can_judge_is_refused_before_any_training(
+    lake: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GroupTrials, "train", lambda *_: pytest.fail("a group was trained"))
+    with pytest.raises(UserError, match="no pair of surface and objective has 10 positive"):
+        propose(lake, FEW, CONFIG, print)
+    later = DAYS[1] + timedelta(days=30)
+    split = FEW.model_copy(update={"test_first": later, "test_last": later})
+    with pytest.raises(UserError, match=f"{later} to {later} have no final labels"):
+        propose(lake, split, CONFIG, print)
 
 
 def test_a_dropped_unit_is_not_read(lake: Lake) -> None:
@@ -320,15 +420,14 @@ def test_sizes_are_reduced_until_they_are_too_small() -> None:
     assert found and found.hidden == (96, 48)
 
 
+THREE_DAYS = SPLIT.model_copy(update={"calibration": FIRST + timedelta(days=1)})
+
+
 @pytest.mark.proof
 def test_a_proposal_serves_every_pair_and_resumes(small_lake: Lake, tmp_path: Path) -> None:
     lake = copy_of(small_lake, tmp_path / "lake")
-    split = DaySplit(
-        train_first=FIRST, train_last=FIRST, calibration=FIRST + timedelta(days=1),
-        test_first=DAYS[1], test_last=DAYS[1], data_until=DAYS[1],
-    )  # fmt: skip
     lines: list[str] = []
-    proposal = propose(lake, split, CONFIG, lines.append)
+    proposal = propose(lake, THREE_DAYS, CONFIG, lines.append)
     pairs = sorted(pair for d in proposal.portfolio.designs for pair in d.group)
     assert pairs == sorted(pairs_of(lake.spec)) and len(lines) == len(proposal.changes) > 3
     # Merges that cost quality are refused, so it may cost more than a ranker per surface.
@@ -336,6 +435,27 @@ def test_a_proposal_serves_every_pair_and_resumes(small_lake: Lake, tmp_path: Pa
     assert proposal.flops_per_surface <= proposal.flops_per_pair
     assert any("one model for" in line for line in proposal_lines(proposal))
     trained = set(Path(lake.root, "portfolio").iterdir())
-    again = propose(lake, split, CONFIG, lines.append)
+    again = propose(lake, THREE_DAYS, CONFIG, lines.append)
     assert again.portfolio == proposal.portfolio
     assert set(Path(lake.root, "portfolio").iterdir()) == trained
+
+
+@pytest.mark.proof
+def test_a_pair_with_too_few_labels_is_named_and_keeps_a_model_of_its_own(
+    small_lake: Lake, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lake = copy_of(small_lake, tmp_path / "lake")
+    schema, name = label_schemas.impressions(lake.spec), "label_long_view"
+    rows = arrow.snapshot(lake, schema).read()
+    column = rows.schema.get_field_index(name)
+    negative = pc.if_else(pc.is_valid(rows[name]), pa.scalar(0, rows[name].type), rows[name])
+    arrow.replace_rows(lake, schema, rows.set_column(column, name, negative), "true", {})
+    proposal = propose(lake, THREE_DAYS, CONFIG, print)
+    rare, judged = Pair("feed", "long_view"), proposal.portfolio.designs[0]
+    assert proposal.portfolio.of(rare) == GroupDesign(frozenset((rare,)), CONFIG)
+    assert judged.group == frozenset((CLICK,)) and proposal.changes
+    assert {*proposal.affinities} == set() and set(proposal.test.differences) == {CLICK}
+    assert proposal.too_few_labels == proposal.test.too_few_labels == (rare,)
+    assert proposal.dropped == () and proposal.dropped_where_judged == judged.dropped
+    assert "final between 2026-01-01 and 2026-01-02: long_view on feed" in caplog.text
+    assert any(line.startswith("too few labels: long_view on") for line in proposal_lines(proposal))

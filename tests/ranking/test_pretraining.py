@@ -13,6 +13,7 @@ from etl.spec.units import DaySplit
 from etl.tables import arrow, model_schemas, schemas
 from etl.tables.lake import Lake
 from ranking.student.config import DistillationConfig, StudentTrainConfig
+from ranking.student.position import SwapPositionBias
 from ranking.student.trained import new_student
 from ranking.trainer.student_trainer import StudentTrainer
 from ranking.trainer.train import load_teacher_predictions
@@ -21,6 +22,7 @@ from tests.ranking.conftest import SMALL
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
+from training.evaluation.predictions import predict
 from training.teacher.embeddings import TeacherEmbeddings
 from training.teacher.predictions import TeacherPredictions
 
@@ -94,6 +96,40 @@ def test_pretraining_learns_the_teacher_and_reads_no_label(gem_lake: Lake) -> No
     weights = other.student.student.state_dict()
     for name, tensor in one.student.student.state_dict().items():
         assert torch.equal(tensor, weights[name]), name
+
+
+class RecordedGradient(StudentTrainer):
+    """A trainer that keeps the gradient of the served head instead of updating weights."""
+
+    gradient: torch.Tensor
+
+    def _update_weights(self, loss: torch.Tensor) -> None:
+        weight = self.student.student.head.weight
+        assert weight.grad is not None
+        self.gradient = weight.grad.clone()
+
+
+def test_a_teacher_is_learned_at_the_logged_positions_with_the_effects_of_the_student(
+    gem_lake: Lake,
+) -> None:
+    """A teacher with the student's own logits there teaches nothing, unless effects are lost."""
+    plain = DistillationConfig(kind="plain", use_adapter=False)
+    model = SMALL.model_copy(update={"dropout": 0.0, "item_dropout": 0.0})
+    config = StudentTrainConfig(model=model, distillation=plain, batch_rows=10**6)
+    reader = ExampleReader.latest(gem_lake, "behaviour", SMALL.max_length, ("feed",))
+    torch.manual_seed(0)
+    student = new_student(reader, model, len(reader.items), TeacherEmbeddings.empty())
+    bias, window = student.student.position_bias, labels_of(gem_lake)
+    assert isinstance(bias, SwapPositionBias)
+    torch.nn.init.normal_(bias.coefficients)
+    rows = reader.batches(DAYS, window, 10**6, Shuffle(None))
+    own = predict(student.logits, rows, reader.features.objectives)
+    trainer = RecordedGradient(student, config, TeacherPredictions.of_model(own, "own"))
+    trainer.pretrain(DAYS, window)
+    gradient = trainer.gradient
+    torch.nn.init.zeros_(bias.coefficients)
+    trainer.pretrain(DAYS, window)
+    assert gradient.norm() < 0.01 * trainer.gradient.norm()
 
 
 def test_without_a_teacher_or_epochs_nothing_is_pretrained(gem_lake: Lake) -> None:

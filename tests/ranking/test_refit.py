@@ -12,6 +12,7 @@ import torch
 from deltalake import DeltaTable
 from mlflow import MlflowClient
 
+from benchmarks.studies.student_trials import link_lake_with_gem
 from etl.cli.runner import format_data_until
 from etl.errors import TemporaryError, UserError
 from etl.spec.units import DAY, DaySplit
@@ -21,6 +22,7 @@ from etl.tables.lake import Lake
 from etl.tables.pointer import PointerState
 from etl.tables.uri import StoragePath
 from gemline import main
+from ranking.distillation.domain import domain_predictions_path, load_domain_predictions
 from ranking.inputs.segments import NEW
 from ranking.registry.export import TrainingSnapshot
 from ranking.registry.manifest import (
@@ -51,7 +53,12 @@ from ranking.registry.tracking import register_decision, register_ranker
 from ranking.report.data import model_cards
 from ranking.scoring.offsets import RankerCalibration
 from ranking.scoring.segment_calibration import ALL_ROWS, SegmentCalibration
-from ranking.student.config import DistillationConfig, SharedModule, StudentTrainConfig
+from ranking.student.config import (
+    DistillationConfig,
+    DomainTrainConfig,
+    SharedModule,
+    StudentTrainConfig,
+)
 from ranking.student.trained import new_student
 from ranking.trainer.calibrate import predict_window, refresh_calibration, refresh_live_calibration
 from ranking.trainer.continuation import continue_training, day_windows, load_training_state
@@ -63,10 +70,11 @@ from ranking.trainer.promote import (
 )
 from ranking.trainer.refit import blocked_refit, refit_live_ranker
 from ranking.trainer.student_trainer import StudentTrainer
-from ranking.trainer.train import train_ranker
+from ranking.trainer.train import train_domain, train_on_surfaces, train_ranker
 from tests.conftest import FIRST, LAST
 from tests.ranking.conftest import SMALL, other_inputs
 from tests.world import link_tables
+from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 from training.teacher.embeddings import TeacherEmbeddings
@@ -163,6 +171,53 @@ def test_a_training_continued_from_its_state_is_the_same_training(trained: Lake)
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         assert torch.equal(tensor, found[name]), name
+
+
+DOMAIN = "everywhere"
+
+
+def of_domain(lake: Lake, root: Path) -> tuple[Lake, TrainingSnapshot]:
+    """A lake with a model of a domain, and a ranker that learned its predictions."""
+    lake = link_lake_with_gem(lake, root)
+    labels = DomainTrainConfig(
+        model=SMALL, batch_rows=512, distillation=DistillationConfig(kind="none")
+    )
+    train_domain(lake, DOMAIN, SPLIT, labels)
+    distillation = DistillationConfig(teacher="domain", shared_modules=(), pretraining_epochs=0)
+    config = CONFIG.model_copy(update={"distillation": distillation})
+    trainer = train_on_surfaces(lake, (SURFACE,), SPLIT, config)
+    return lake, trainer.snapshot(FIRST, lake.spec.day_end(FIRST))
+
+
+def test_a_refit_learns_what_the_domains_model_predicted_and_nothing_of_gem(
+    gem_lake: Lake, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Later examples have no predictions; without the file, labels alone are learned."""
+    lake, snapshot = of_domain(gem_lake, tmp_path / "lake")
+    reader = ExampleReader.latest(lake, "behaviour", SMALL.max_length, (SURFACE,))
+    predictions = load_domain_predictions(lake, SURFACE, SPLIT)
+    refit = continue_training(reader, snapshot, [FIRST, SECOND], SECOND)
+    teacher = refit.loss.teacher
+    assert teacher is not None and teacher.versions == [f"{DOMAIN}-{FIRST:%Y%m%d}"]
+    window = LabelWindow(0, lake.spec.day_end(SECOND))
+    for day, is_known in ((FIRST, True), (SECOND, False)):
+        ids = next(reader.batches([day], window, 512, Shuffle(None))).impression_ids
+        found = teacher.lookup(ids)
+        assert bool(found.mask.any()) == is_known
+        assert torch.equal(found.logits, predictions.lookup(ids).logits)
+    assert refit.teacher_versions == set(snapshot.record.teacher_versions)
+
+    domain_predictions_path(lake, DOMAIN, FIRST).unlink()
+    refit = continue_training(reader, snapshot, [FIRST, SECOND], SECOND)
+    assert "predictions of the domain's model that the ranker of feed has learned" in caplog.text
+    assert refit.loss.teacher is not None
+    assert not refit.loss.teacher.lookup(ids).mask.any()
+    heads = [p.clone() for p in refit.loss.teacher_heads.parameters()]
+    refit.train([FIRST, SECOND], LabelWindow(lake.spec.day_end(FIRST), window.end))
+    assert heads and all(map(torch.equal, heads, refit.loss.teacher_heads.parameters()))
+    kept = refit.snapshot(FIRST, window.end)
+    assert kept.record.teacher_versions == snapshot.record.teacher_versions
+    assert kept.state.keys() >= {name for name in snapshot.state if name.startswith("adapter.")}
 
 
 @pytest.mark.parametrize("shared_modules", [("tables", "events"), None])

@@ -31,12 +31,15 @@ from training.teacher.compressor import (
     MATRYOSHKA_WIDTHS,
     EmbeddingCompressor,
     RowSample,
+    compressor_version,
     fit_compressor,
 )
 from training.teacher.embeddings import TeacherEmbeddings, load_teacher_embeddings
 from training.teacher.ensemble import Teacher, TeacherScores, load_teacher
-from training.teacher.outputs import compressor_version, write_teacher_outputs
+from training.teacher.outputs import write_teacher_outputs
 from training.trainer import checkpoint
+from training.trainer.resume import starting_point
+from training.trainer.upgrade import latest_checkpoint, upgrade_teacher, upgraded_manifest
 
 DAYS = (FIRST + timedelta(days=1), LAST)
 
@@ -221,6 +224,7 @@ def test_each_row_is_equally_likely_to_be_in_a_sample() -> None:
 
 
 def test_settings_that_may_change_from_day_to_day_keep_the_compressor(scored_lake: Lake) -> None:
+    """Of a training that starts; with another seed or item table it has other initial weights."""
     manifest = load_teacher(scored_lake, LAST - timedelta(days=1), LAST).manifest
 
     def version_with(**settings: object) -> str:
@@ -230,6 +234,34 @@ def test_settings_that_may_change_from_day_to_day_keep_the_compressor(scored_lak
     version = compressor_version(manifest)
     assert version_with(workers=3, checkpoint_every=7, dense_lr=0.5) == version
     assert version not in {version_with(seed=7), version_with(item_table_rows=64)}
+
+
+def test_an_upgrade_that_enlarges_the_item_table_keeps_all_embeddings(scored_lake: Lake) -> None:
+    before = load_teacher_embeddings(scored_lake)
+    _, manifest = latest_checkpoint(scored_lake)
+    (report,) = upgrade_teacher(scored_lake, 2 * manifest.training.item_table_rows)
+    assert report.manifest.training.item_table_rows > manifest.training.item_table_rows
+    write_teacher_outputs(scored_lake, (LAST, LAST))
+    after = load_teacher_embeddings(scored_lake)
+    assert np.array_equal(after.sort_keys, before.sort_keys)
+    assert len(list((Path(scored_lake.root) / "models" / "compressor").iterdir())) == 1
+
+
+def test_a_gem_that_continues_with_longer_histories_keeps_the_compressor(
+    scored_lake: Lake,
+) -> None:
+    """As do its later days and upgrades, whichever settings the training started with."""
+    path, manifest = latest_checkpoint(scored_lake)
+    of_spec = manifest.model_copy(update={"spec_max_length": manifest.training.max_length})
+    (path / checkpoint.MANIFEST).write_text(of_spec.model_dump_json())
+    reader = ExampleReader.latest(scored_lake)
+    assert reader.history_length > (manifest.training.max_length or 0)
+    config = manifest.training.model_copy(update={"max_length": None})
+    continued, _ = starting_point(scored_lake, reader, (LAST, LAST), config)
+    assert continued.training.max_length == reader.history_length
+    assert compressor_version(continued) == compressor_version(manifest)
+    upgraded = upgraded_manifest(scored_lake, continued, 2 * config.item_table_rows)
+    assert compressor_version(upgraded) == compressor_version(manifest)
 
 
 def test_embeddings_of_an_earlier_compressor_are_not_compared_with_new_ones(

@@ -20,7 +20,7 @@ from training.data.batch import Batch
 from training.evaluation.feature_units import UnitPermutation, all_units, correlated_units
 from training.evaluation.predictions import (
     ConfidenceInterval,
-    Predictions,
+    has_enough_labels,
     paired_ne_difference,
     predict,
 )
@@ -82,7 +82,7 @@ def measure_importances(
     units, objectives = all_units(spec), list(spec.objectives)
     groups = correlated_units(units, torch.cat([batch.row_numeric for batch in batches]))
     base = predict(logits, batches, objectives)
-    objectives = [name for name in objectives if _has_enough_labels(base, name)]
+    objectives = [name for name in objectives if has_enough_labels(base, name, MIN_LABELS)]
     importances = []
     for names in tqdm(groups, desc="importance", unit="unit", disable=None):
         permute = UnitPermutation([units[name] for name in names])
@@ -100,14 +100,6 @@ def measure_importances(
     importances.sort(key=lambda i: (objectives.index(i.objective), -i.increase))
     num_rows = len(base.impression_ids)
     return ImportanceStudy(gem_day=gem_day, num_rows=num_rows, importances=importances)
-
-
-def _has_enough_labels(predictions: Predictions, objective: str) -> bool:
-    """Whether an objective has labels of both kinds for an interval over users."""
-    column = predictions.objectives.index(objective)
-    labels = predictions.labels[predictions.label_mask[:, column], column]
-    positives = int(labels.sum())
-    return min(positives, len(labels) - positives) >= MIN_LABELS
 
 
 def take_rows(batches: Iterable[Batch], max_rows: int) -> list[Batch]:

@@ -59,11 +59,14 @@ class Predictions:
             pq.write_table(table, temporary)
 
     @classmethod
-    def read(cls, path: StoragePath, split: DaySplit) -> "Predictions":
-        """Read the predictions of a file. Raises UserError if they are of another split."""
+    def read(cls, path: StoragePath, split: DaySplit | None = None) -> "Predictions":
+        """Read the predictions of a file. Raises UserError if they are of another split than one.
+
+        Without a split, they may be of any.
+        """
         table = pq.read_table(download(path))
         stored_split = (table.schema.metadata or {}).get(SPLIT_METADATA_KEY, b"{}").decode()
-        if stored_split != split.model_dump_json():
+        if split is not None and stored_split != split.model_dump_json():
             raise UserError(
                 f"{path} holds predictions of another split of days ({stored_split}); evaluate "
                 "that model on these days again, or remove the file"
@@ -124,6 +127,14 @@ def predict(
                 )
             )
     return concat_predictions(parts)
+
+
+def has_enough_labels(predictions: Predictions, objective: str, minimum: int) -> bool:
+    """Whether an objective has a minimum of positive and as many negative final labels."""
+    column = predictions.objectives.index(objective)
+    labels = predictions.labels[predictions.label_mask[:, column], column]
+    positives = int(labels.sum())
+    return min(positives, len(labels) - positives) >= minimum
 
 
 def _empty_predictions(objectives: Sequence[str]) -> Predictions:

@@ -3,6 +3,8 @@
 n impressions, M width of GEM's hidden layer, Z width of the compressed embedding.
 """
 
+import hashlib
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from etl.tables.uri import StoragePath
 from features.encoding.scalar import INT4_ZERO_POINT
 from features.schema import TEACHER_EMBEDDING_WIDTH
 from training.model.numeric import RunningStandardizer
+from training.trainer.state import Manifest
 
 MATRYOSHKA_WIDTHS = (8, 16, TEACHER_EMBEDDING_WIDTH)
 STEPS, BATCH_SIZE, LEARNING_RATE = 400, 512, 2e-3
@@ -96,6 +99,19 @@ class RowSample:
             keys, rows = keys[sampled], rows[torch.from_numpy(sampled)]
             self._largest_key = float(keys.max())
         self._keys, self._rows = [keys], [rows]
+
+
+def compressor_version(manifest: Manifest) -> str:
+    """The compressor of a GEM: one for all days of the same training.
+
+    It is named by the first day and the settings with which the training starts. Days that continue
+    it and upgrades keep the name, also with a larger item table or longer histories, because the
+    hidden layer stays the same one.
+    """
+    training = manifest.training
+    identity = repr((sorted(training.resume_invariants().items()), training.seed))
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:6]
+    return manifest.compressor_version or f"{manifest.trained_from:%Y%m%d}-{digest}"
 
 
 def fit_compressor(compressor: EmbeddingCompressor, hidden: Tensor, seed: int) -> None:

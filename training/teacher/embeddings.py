@@ -1,8 +1,8 @@
 """Teacher embeddings of each user's impressions, looked up as of a second (exclusive)."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import date
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,15 @@ from etl.tables.lake import Lake
 from features.ragged import count_visible
 from features.schema import TEACHER_EMBEDDING_WIDTH
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class TeacherEmbeddings:
     """Embeddings of n impressions of U users, sorted by user and by visibility time.
 
     `embedding_int4` (n, Z / 2) packs two numbers into a byte. `sort_keys` (n) combine user
-    and second in one number, ascending.
+    and second in one number, ascending. All are of one compressor; None if there are none.
     """
 
     users: pa.Array
@@ -30,13 +32,14 @@ class TeacherEmbeddings:
     impression_ts: Int64
     item_index: Int64
     embedding_int4: Bytes
+    compressor_version: str | None = None
 
     @classmethod
-    def empty(cls) -> "TeacherEmbeddings":
+    def empty(cls, compressor_version: str | None = None) -> "TeacherEmbeddings":
         """No impressions."""
         none = np.zeros(0, np.int64)
         embeddings = np.zeros((0, TEACHER_EMBEDDING_WIDTH // 2), np.uint8)
-        return cls(pa.array([], pa.string()), none, none, none, embeddings)
+        return cls(pa.array([], pa.string()), none, none, none, embeddings, compressor_version)
 
     def latest(
         self, users: npt.NDArray[np.object_], as_of: Int64, max_impressions: int
@@ -57,21 +60,30 @@ def _sort_key(user: Int64, second: Int64) -> Int64:
     return (user << 33) + second
 
 
-def load_teacher_embeddings(lake: Lake, days: Sequence[date] | None = None) -> TeacherEmbeddings:
-    """The table `user_teacher_embeddings`, of all days or of some; empty if the table is missing.
+def load_teacher_embeddings(lake: Lake, compressor_version: str | None = None) -> TeacherEmbeddings:
+    """The rows of a compressor in the table `user_teacher_embeddings`; empty without the table.
 
-    Only embeddings of the latest compressor are loaded, because others cannot be compared with
-    them.
+    By default that is the compressor of the latest day. Embeddings of others cannot be compared
+    with them; a warning says so if later ones are left out.
 
     Raises UserError if a row was predicted by a GEM that was trained on the row's day.
     """
     schema = model_schemas.user_teacher_embeddings(lake.spec)
     if not lake.exists(schema.name):
-        return TeacherEmbeddings.empty()
+        return TeacherEmbeddings.empty(compressor_version)
     table = arrow.snapshot(lake, schema)
-    rows = table.read(day=table.days() if days is None else days)
+    rows = table.read(day=table.days())
     assert_teacher_is_earlier(rows)
-    rows = of_latest_compressor(rows)
+    latest = latest_compressor(rows)
+    if latest and compressor_version not in {None, latest}:
+        log.warning(
+            "teacher embeddings of the latest day are of compressor %s: a ranker that was trained "
+            "with those of %s reads these alone until it is trained again",
+            latest,
+            compressor_version,
+        )
+    version = compressor_version or latest
+    rows = of_compressor(rows, version)
     rows = rows.sort_by([(name, "ascending") for name in schema.order_by]).combine_chunks()
     users = rows["user_id"].combine_chunks().unique()
     user = pc.index_in(rows["user_id"], users).to_numpy().astype(np.int64)
@@ -83,15 +95,27 @@ def load_teacher_embeddings(lake: Lake, days: Sequence[date] | None = None) -> T
         impression_ts=rows["impression_ts"].to_numpy(),
         item_index=rows["item_index"].to_numpy().astype(np.int64),
         embedding_int4=embeddings.reshape(len(rows), TEACHER_EMBEDDING_WIDTH // 2),
+        compressor_version=version,
     )
 
 
-def of_latest_compressor(rows: pa.Table) -> pa.Table:
-    """The rows of the compressor that made the embeddings of the latest day."""
+def latest_compressor(rows: pa.Table, among: Collection[str] = ()) -> str | None:
+    """The compressor of the embeddings of the latest day, of some compressors or of all.
+
+    None without embeddings.
+    """
+    if among:
+        rows = rows.filter(pc.is_in(rows["compressor_version"], pa.array(sorted(among))))
     if not len(rows):
-        return rows
+        return None
     latest = pc.index(rows["visible_ts"], pc.max(rows["visible_ts"])).as_py()
-    return rows.filter(pc.equal(rows["compressor_version"], rows["compressor_version"][latest]))
+    version: str = rows["compressor_version"][latest].as_py()
+    return version
+
+
+def of_compressor(rows: pa.Table, version: str | None) -> pa.Table:
+    """The rows of a compressor; none without one."""
+    return rows.filter(pc.equal(rows["compressor_version"], pa.scalar(version, pa.string())))
 
 
 def assert_teacher_is_earlier(rows: pa.Table) -> None:

@@ -5,7 +5,6 @@ read the tables; they never run GEM themselves. Logits are those of all models o
 embeddings those of its first GEM.
 """
 
-import hashlib
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from training.teacher.compressor import (
     MAX_FIT_ROWS,
     EmbeddingCompressor,
     RowSample,
+    compressor_version,
     fit_compressor,
     load_compressor,
     save_compressor,
@@ -231,17 +231,6 @@ def _impression_columns(spec: DataSpec, batch: Batch, day: date) -> dict[str, pa
         "impression_ts": pa.array(batch.as_of.numpy()[request]),
         "item_index": pa.array(batch.item_index.numpy()),
     }
-
-
-def compressor_version(manifest: Manifest) -> str:
-    """The compressor of a GEM: one for all days of the same training.
-
-    Settings that may change from day to day, such as the number of reading processes, do not
-    change it.
-    """
-    training = manifest.training
-    identity = repr((sorted(training.resume_invariants().items()), training.seed))
-    return f"{manifest.trained_from:%Y%m%d}-{hashlib.sha256(identity.encode()).hexdigest()[:6]}"
 
 
 def compressor_path(lake: str, version: str) -> StoragePath:

@@ -76,6 +76,12 @@ class TeacherPredictions:
         )
 
     @classmethod
+    def none(cls, lake: Lake, versions: list[str]) -> "TeacherPredictions":
+        """No predictions, of some versions."""
+        logits = np.zeros((0, len(lake.spec.objectives)), np.float32)
+        return cls(np.zeros(0, np.str_), logits, versions, np.zeros(0, np.int64))
+
+    @classmethod
     def of_model(cls, predictions: Predictions, version: str) -> "TeacherPredictions":
         """Predictions of another model, made before it learned from each impression."""
         ids = predictions.impression_ids.astype(str)

@@ -28,6 +28,7 @@ from training.data.shards import Epoch, RoundRobin, read_epoch, steps_to_pass_en
 from training.model.gem import Gem
 from training.model.history.encoder import history_selector
 from training.precision.precision_map import read_precision_map
+from training.teacher.compressor import compressor_version
 from training.teacher.predictions import TeacherPredictions
 from training.trainer import checkpoint
 from training.trainer.state import Manifest, TrainState
@@ -76,6 +77,7 @@ def starting_point(
 def _continued_manifest(new: Manifest, previous: Manifest, day: date) -> Manifest:
     """The manifest of a run that continues a model from `day` on."""
     kept = {name: getattr(previous, name) for name in CONTINUED_FIELDS}
+    kept["compressor_version"] = compressor_version(previous)
     if new.precision_map is not None:
         kept["precision_map"] = new.precision_map.with_fallbacks_of(previous.precision_map)
     return new.model_copy(update={**kept, "trained_until": day})

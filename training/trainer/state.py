@@ -79,6 +79,7 @@ class Manifest(StrictModel):
             over to another one since; its trees were not.
         spec_max_length: Events per history by the spec; those of `training` differ if they were set
             by an option. None in manifests of earlier versions.
+        compressor_version: The compressor of the hidden layer; empty until a day continues it.
         precision_map: How linear layers are computed with `--compute.precision fp8`.
         num_shards: Shards that the day is split into: the number of processes that started it.
         table_versions: Delta versions of the tables read for the day.
@@ -107,6 +108,7 @@ class Manifest(StrictModel):
     upgraded_from: tuple[str, ...] = ()
     training: TrainConfig
     spec_max_length: int | None = None
+    compressor_version: str = ""
     precision_map: PrecisionMap | None = None
     num_shards: int
     table_versions: dict[str, int]
@@ -178,8 +180,8 @@ class Manifest(StrictModel):
 PROGRESS_FIELDS = {  # of a manifest: they may differ within a training run
     "trained_until", "complete", "batches", "steps", "rows", "consumed_batches", "num_shards",
     "base_rates", "records_base_rates", "unfitted_numbers", "first_batch_digests",
-    "embedding_resets", "precision_map", "upgraded_from", "spec_max_length", "state_dir",
-    "file_hashes",
+    "embedding_resets", "precision_map", "upgraded_from", "spec_max_length", "compressor_version",
+    "state_dir", "file_hashes",
 }  # fmt: skip
 TABLE_WISE = (ShardingType.TABLE_WISE,)
 TABLE_AND_ROW_WISE = (*TABLE_WISE, ShardingType.ROW_WISE)

@@ -23,6 +23,7 @@ from training.model.alignment import without_columns
 from training.model.carry_over import CarryOver
 from training.model.embeddings import UNKNOWN_VALUE_ROW
 from training.model.gem import Gem
+from training.teacher.compressor import compressor_version
 from training.trainer import checkpoint
 from training.trainer.async_checkpoint import AsyncCheckpointer
 from training.trainer.spec_changes import changed_columns, feature_changes
@@ -164,6 +165,7 @@ def upgraded_manifest(lake: Lake, old: Manifest, item_table_rows: int) -> Manife
             "records_base_rates": old.records_base_rates or bool(old.base_rates),
             "training": _training_of(training, features, item_table_rows),
             "spec_max_length": old.spec_max_length or training.max_length,
+            "compressor_version": compressor_version(old),
             "unfitted_numbers": _unfitted_numbers(old, features, spec.attributes),
         }
     )
