@@ -8,15 +8,23 @@ event or before it, so that each day depends on days up to it alone.
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
+from datetime import date, timedelta
 
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
 from etl.attribute_versions import with_item_key
 from etl.erasure.erased_users import without_erased
 from etl.errors import UserError
 from etl.event_time import day_end_sql
+from etl.ingest.copies import (
+    copy_order,
+    days_with_copies,
+    deduplication_key,
+    event_columns,
+    is_late,
+    may_have_copies,
+)
 from etl.ingest.normalize import NAMED_FIELDS
 from etl.ingest.readers import PAYLOAD
 from etl.spec.model import DataSpec
@@ -31,14 +39,17 @@ FIELDS = tuple(NAMED_FIELDS.values())
 
 
 @contextmanager
-def with_named_fields(lake: Lake, records: DataFrame, stored_days: DayRange) -> Iterator[DataFrame]:
+def with_named_fields(
+    lake: Lake, records: DataFrame, first_day: date, stored_days: DayRange
+) -> Iterator[DataFrame]:
     """Normalized records in which valid events have the fields of the events that they name.
 
     These are the fields that their log lacks, and the impression of a touch. They are looked up
-    among the records, and in the tables on `stored_days`. An event becomes visible no earlier than
-    what it belongs to. One without a field is invalid, with the reason UNKNOWN_EVENT or NO_TOUCH.
-    Logs that name impressions come first, because others may belong to their events. What was
-    looked up is cached in the context.
+    among the records from `first_day` on, and in the tables on `stored_days`. Copies that ingest
+    drops from `first_day` on do not count, because later runs find them in no table. An event
+    becomes visible no earlier than what it belongs to. One without a field is invalid, with the
+    reason UNKNOWN_EVENT or NO_TOUCH. Logs that name impressions come first, because others may
+    belong to their events. What was looked up is cached in the context.
 
     Raises:
         UserError: If attributes of items are needed that have not been loaded.
@@ -53,11 +64,14 @@ def with_named_fields(lake: Lake, records: DataFrame, stored_days: DayRange) -> 
         for name, log in sorted(logs, key=lambda item: item[1].touch is not None):
             is_of_log = F.coalesce((F.col("log") == name) & (F.col("reasons") == ""), F.lit(False))
             events = records.filter(is_of_log)
-            candidates = _candidate_events(lake, log, records, stored_days)
+            candidates = _candidate_events(lake, log, records, first_day, stored_days)
+            if not log.touch_key:
+                candidates = _with_ids_of(log, events, candidates)
+            copies = _first_copies_by_day(spec, candidates, first_day)
             if log.touch_key:
-                named = _with_last_touch(lake, name, log, events, candidates)
+                named = _with_last_touch(lake, name, log, events, copies)
             else:
-                named = _with_named_event(spec, log, events, candidates)
+                named = _with_named_event(spec, log, events, copies)
             completed = stack.enter_context(spark_io.cached(_complete(log, named, events.columns)))
             records = records.filter(~is_of_log).unionByName(completed)
         yield records
@@ -72,26 +86,12 @@ def lookback_days(spec: DataSpec) -> int:
 
 
 def lookup_days(spec: DataSpec, days: DayRange) -> DayRange:
-    """The days before some days on which events landed that events of these may belong to."""
-    return days[0] - timedelta(days=lookback_days(spec)), days[0] - timedelta(days=1)
+    """The days before some days on which events landed that events of these may belong to.
 
-
-def copy_order(spec: DataSpec) -> tuple[str | Column, ...]:
-    """The order of the copies of an event: by the day and time at which they landed."""
-    tie_breaker = F.xxhash64(*[F.col(name) for name in _event_columns(spec)])
-    return "day", "ingest_ts", tie_breaker.alias("tie_breaker")
-
-
-def deduplication_key(spec: DataSpec) -> Column:
-    """What copies of an event have in common."""
-    is_impression = F.col("type") == spec.event_codes[spec.impression_type]
-    own = F.col("event_id") if spec.shared_event_ids else F.concat_ws("\x1f", "log", "event_id")
-    return F.when(is_impression, F.concat(F.lit("shown "), "impression_id")).otherwise(own)
-
-
-def _event_columns(spec: DataSpec) -> list[str]:
-    """The columns that valid events have in any table."""
-    return [name for name in schemas.excluded_events(spec).columns if name != "reason"]
+    First copies of these may have landed earlier still.
+    """
+    num_days = max(lookback_days(spec), days_with_copies(spec))
+    return days[0] - timedelta(days=num_days), days[0] - timedelta(days=1)
 
 
 def read_valid_events(lake: Lake, days: DayRange) -> DataFrame:
@@ -100,47 +100,58 @@ def read_valid_events(lake: Lake, days: DayRange) -> DataFrame:
     for schema in (schemas.events(lake.spec), schemas.excluded_events(lake.spec)):
         rows = spark_io.read_table(lake, schema, lake.version(schema.name))
         rows = rows.filter(spark_io.day_range_predicate(*days))
-        tables.append(rows.select(_event_columns(lake.spec)))
+        tables.append(rows.select(event_columns(lake.spec)))
     return functools.reduce(DataFrame.unionByName, tables)
 
 
 def _candidate_events(
-    lake: Lake, log: EventLogSource, records: DataFrame, stored_days: DayRange
+    lake: Lake, log: EventLogSource, records: DataFrame, first_day: date, stored_days: DayRange
 ) -> DataFrame:
     """The valid events of the type that a log names or follows, with all fields.
 
-    They are among normalized records, and in the tables on some days.
+    They are among normalized records from a day on, and in the tables on some days.
     """
     type_ = lake.spec.event_codes[log.touch or lake.spec.impression_type]
-    events = records.filter("reasons = ''").dropna(subset=list(FIELDS))
-    events = without_erased(lake, events.select(_event_columns(lake.spec)))
+    events = records.filter("reasons = ''").filter(F.col("day") >= F.lit(first_day))
+    events = events.dropna(subset=list(FIELDS)).select(event_columns(lake.spec))
+    events = without_erased(lake, events)
     if lake.exists("events"):  # which ingest writes last
         events = events.unionByName(read_valid_events(lake, stored_days))
     return events.filter(F.col("type") == type_)
 
 
+def _with_ids_of(log: EventLogSource, events: DataFrame, candidates: DataFrame) -> DataFrame:
+    """The candidates whose id some event of a log has."""
+    logged_id, own_id = _id_columns(log)
+    named = events.select(F.col(logged_id).alias(own_id)).distinct()
+    return candidates.join(named, own_id, "left_semi")
+
+
+def _id_columns(log: EventLogSource) -> tuple[str, str]:
+    """The column with the id that an event names, and that of this id in what is named."""
+    if log.columns.touch:
+        return "logged_touch_id", "event_id"
+    return "logged_impression_id", "impression_id"
+
+
 def _with_named_event(
-    spec: DataSpec, log: EventLogSource, events: DataFrame, candidates: DataFrame
+    spec: DataSpec, log: EventLogSource, events: DataFrame, copies: DataFrame
 ) -> DataFrame:
-    """Events of a log with `named`, the candidate whose id they have; null if it is unknown.
+    """Events of a log with `named`, the copy whose id they have; null if it is unknown.
 
     Of several copies, the first counts that landed in the days that the event may name.
     """
-    name = "logged_touch_id" if log.columns.touch else "logged_impression_id"
-    key = F.col("event_id" if log.columns.touch else "impression_id").alias(name)
-    copy = F.struct("day", *copy_order(spec)[1:], "impression_id", "visible_ts", *FIELDS)
-    copies = candidates.select("day", key, copy.alias("copy"))
-    copies = copies.join(events.select(name).distinct(), name, "left_semi")
-    # The first copy of each day: an id that many events share, such as "0", makes no long array.
-    copies = copies.groupBy(name, "day").agg(F.min("copy").alias("copy"))
-    copies = copies.groupBy(name).agg(F.sort_array(F.collect_list("copy")).alias("copies"))
+    logged_id, own_id = _id_columns(log)
+    copy = F.struct("day", "ingest_ts", "tie_breaker", "impression_id", "visible_ts", *FIELDS)
+    copies = copies.select(F.col(own_id).alias(logged_id), copy.alias("copy"))
+    copies = copies.groupBy(logged_id).agg(F.sort_array(F.collect_list("copy")).alias("copies"))
     first_day = F.date_sub("day", lookback_days(spec))
     named = F.get(F.filter("copies", lambda c: c["day"].between(first_day, F.col("day"))), F.lit(0))
-    return events.join(copies, name, "left").withColumn("named", named)
+    return events.join(copies, logged_id, "left").withColumn("named", named)
 
 
 def _with_last_touch(
-    lake: Lake, log_name: str, log: EventLogSource, events: DataFrame, candidates: DataFrame
+    lake: Lake, log_name: str, log: EventLogSource, events: DataFrame, copies: DataFrame
 ) -> DataFrame:
     """Events of a log with `named`, the latest touch that they follow; null if there is none.
 
@@ -155,7 +166,7 @@ def _with_last_touch(
             f"sources.{log_name}.touch_key: {log.touch_key} is an attribute of items: load the "
             "attributes of these days with `gemline etl attributes` before `gemline etl ingest`"
         )
-    touches = _drop_automated_users(spec, _first_copies_by_day(spec, candidates))
+    touches = _drop_automated_users(spec, copies)
     keyed = with_item_key(lake, touches, log.touch_key)
     keyed = keyed.withColumnRenamed("item_key", "logged_touch_key")
     key = ("user_id", "logged_touch_key")
@@ -188,12 +199,29 @@ def _with_last_touch(
     return rows.withColumn("named", F.try_element_at(followed, F.lit(-1)))
 
 
-def _first_copies_by_day(spec: DataSpec, events: DataFrame) -> DataFrame:
-    """What identifies and completes an event, of its first copy that landed on each day."""
-    copy = F.struct("event_ts", "event_id", "impression_id", "visible_ts", *FIELDS)
-    copies = events.groupBy(deduplication_key(spec).alias("deduplication_key"), "day")
-    first = copies.agg(F.min_by(copy, F.struct(*copy_order(spec)[1:])).alias("first"))
-    return first.select("day", "first.*")
+def _first_copies_by_day(spec: DataSpec, events: DataFrame, first_day: date) -> DataFrame:
+    """What identifies and completes an event, of its first copy that landed on each day.
+
+    From `first_day` on, copies are left out that `deduplicate_events` drops: those on time that
+    follow another one on time, or a stored one of an earlier day. First, each task reduces its
+    events to one of a key, day and kind: an id that many share, such as "0", is no load for one.
+    """
+    copy = F.struct(
+        *(*copy_order(spec)[1:], "event_ts", "event_id", "impression_id", "visible_ts", *FIELDS)
+    )
+    is_on_time = (F.col("day") >= F.lit(first_day)) & ~is_late(spec)
+    keys = {
+        "deduplication_key": deduplication_key(spec),
+        "is_on_time": is_on_time,
+        "may_have_copies": is_on_time | may_have_copies(spec, first_day),
+    }
+    of_kind = events.withColumns(keys).groupBy(*keys, "day").agg(F.min(copy).alias("copy"))
+    before = Window.partitionBy("deduplication_key").orderBy("day", "copy")
+    before = before.rowsBetween(Window.unboundedPreceding, -1)
+    is_dropped = F.col("is_on_time") & F.max("may_have_copies").over(before)
+    kept = of_kind.withColumn("is_dropped", F.coalesce(is_dropped, F.lit(False)))
+    first = kept.filter(~F.col("is_dropped")).groupBy("deduplication_key", "day")
+    return first.agg(F.min("copy").alias("first")).select("day", "first.*")
 
 
 def _drop_automated_users(spec: DataSpec, touches: DataFrame) -> DataFrame:

@@ -53,7 +53,7 @@ def reprocess_quarantine(lake: Lake, days: DayRange) -> dict[str, int]:
         # Events that name an unknown one are still valid here: the day may be earlier than needed.
         first_day = _first_valid_day(records) or days[1]
         stored_days = lookup_days(lake.spec, (first_day, days[1]))[0], days[1]
-        with with_named_fields(lake, records, stored_days) as named:
+        with with_named_fields(lake, records, first_day, stored_days) as named:
             # An erasure may have missed a record whose user could not be read.
             completed = mark_erased_events(lake, named, "line").filter("reasons IS NOT NULL")
             return _release_records(lake, days, quarantined, completed)

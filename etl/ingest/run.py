@@ -18,16 +18,11 @@ from pyspark.sql import functions as F
 
 from etl.erasure.erased_users import mark_erased_events
 from etl.errors import UserError
-from etl.event_time import day_start_sql
 from etl.ingest.arrival import file_states_by_day, record_ingested_files, with_attribute_files
+from etl.ingest.copies import copy_order, deduplication_key, is_late, may_have_copies
 from etl.ingest.corrupt_files import find_corrupt_files
 from etl.ingest.file_discovery import RawSelection
-from etl.ingest.named_events import (
-    copy_order,
-    deduplication_key,
-    lookup_days,
-    with_named_fields,
-)
+from etl.ingest.named_events import lookup_days, with_named_fields
 from etl.ingest.normalize import read_logs
 from etl.ingest.quarantine import (
     check_bad_record_rate,
@@ -39,7 +34,7 @@ from etl.ingest.quarantine import (
 )
 from etl.ingest.readers import UnreadableFileError, translate_read_errors, with_line_numbers
 from etl.spec.model import DataSpec
-from etl.spec.units import MICROS, DayRange, date_range
+from etl.spec.units import DayRange, date_range
 from etl.tables import schemas, spark_io
 from etl.tables.day_order import reopen_days
 from etl.tables.lake import Lake, arrow_schema
@@ -114,7 +109,9 @@ def _ingest_once(lake: Lake, selection: RawSelection) -> dict[str, int]:
     logged_records = read_logs(spec, selection)
     with (
         spark_io.cached(logged_records) as records,
-        with_named_fields(lake, records, lookup_days(spec, selection.days)) as all_records,
+        with_named_fields(
+            lake, records, selection.days[0], lookup_days(spec, selection.days)
+        ) as all_records,
     ):
         return _ingest_records(lake, selection, all_records)
 
@@ -247,40 +244,24 @@ LATE_REASON = "too late"
 PARTS_OF_CAPPED_USER = 64  # each of a user and day above the cap
 
 
-def is_late(spec: DataSpec) -> Column:
-    """Whether an event occurred more than `allowed_lateness` before its landing day began."""
-    return F.expr(f"event_ts < ({day_start_sql(spec)} - {spec.allowed_lateness}) * {MICROS['s']}")
-
-
 def deduplicate_events(
     lake: Lake, events: DataFrame, days: DayRange
 ) -> tuple[DataFrame, dict[str, int]]:
     """The first copy of each event, unless an earlier day has one; and the table versions read.
 
     Copies share an event ID within a log (across logs with `shared_event_ids`); impressions are
-    copies if they share an impression ID. A copy may be on time if its event occurred at most
-    `allowed_lateness` before `days`. The first one may have landed as long before its event, as an
-    outcome in the record of its impression: so far back copies are looked up in the tables.
+    copies if they share an impression ID.
     """
     spec = lake.spec
     events = events.withColumn("deduplication_key", deduplication_key(spec))
     order = Window.partitionBy("deduplication_key").orderBy(*copy_order(spec))
     first = events.withColumn("copy", F.row_number().over(order)).filter("copy = 1").drop("copy")
-    last_day_before = days[0] - timedelta(days=1)
-    # Two days more: that of the event, and one for days of less than 24 hours.
-    first_day_before = days[0] - timedelta(days=2 * spec.allowed_lateness_days + 2)
-    earliest_second = spec.day_start(days[0]) - spec.allowed_lateness
-    # Delta skips files by the first of the two: no event is visible before it occurs.
-    is_recent = (F.col("visible_ts") >= earliest_second) & (
-        F.col("event_ts") >= earliest_second * MICROS["s"]
-    )
     versions = {}
     for schema in (schemas.events(spec), schemas.excluded_events(spec)):
         if lake.exists(schema.name):
             versions[schema.name] = lake.version(schema.name)
             rows = spark_io.read_table(lake, schema, versions[schema.name])
-            earlier = rows.filter(spark_io.day_range_predicate(first_day_before, last_day_before))
-            earlier = earlier.filter(is_recent).select(
+            earlier = rows.filter(may_have_copies(spec, days[0])).select(
                 deduplication_key(spec).alias("deduplication_key")
             )
             first = first.join(earlier, "deduplication_key", "left_anti")

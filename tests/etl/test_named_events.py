@@ -238,6 +238,43 @@ def test_what_is_named_may_be_some_days_older(spark: object, tmp_path: Path) -> 
     assert [row["reasons"] for row in rows(lakes[0], "quarantine")] == [["no impression"]]
 
 
+def test_a_copy_that_is_dropped_is_not_named_for_any_split_of_days(
+    spark: object, tmp_path: Path
+) -> None:
+    """On each day that a conversion may look back to lands a copy of an impression before them.
+
+    That of the first of them is on time, and no table has it; the others are late, and are kept.
+    """
+    text = SPEC.replace("    event: buy", "    optional: true\n    event: buy")
+    spec = load_spec(write_spec(tmp_path, text=text.replace("rate: 0.1", "rate: 0.5")))
+    days = [DAYS[0] + timedelta(days=n) for n in range(lookback_days(spec) + 2)]
+    seconds = [day_start(day, "UTC") for day in days]
+    first = {"user": "u", "item": "first", "surface": "home", "ts": seconds[0], "day": days[0]}
+    shown = [first | {"id": f"of {day}", "ingest": seconds[0]} for day in days[1:]]
+    shown += [
+        first | {"id": f"of {day}", "item": "copy", "ingest": second, "day": day}
+        for day, second in zip(days[1:], seconds[1:], strict=True)
+    ]
+    shown += [first | {"id": f"{day}", "ingest": second, "ts": second, "day": day}
+              for day, second in zip(days, seconds, strict=True)]  # fmt: skip
+    bought = [
+        {"id": f"b{day}", "click": f"of {day}", "ts": seconds[-1], "ingest": seconds[-1],
+         "value": 1, "day": days[-1]}
+        for day in days[1:]
+    ]  # fmt: skip
+    raw = write_logs(tmp_path / "raw", days, shown=shown, bought=bought)
+    splits = {"range": [len(days)], "daily": [1] * len(days), "two": [1, len(days) - 1]}
+    lakes = [Lake(str(tmp_path / name), spec) for name in splits]
+    for lake, lengths in zip(lakes, splits.values(), strict=True):
+        starts = [sum(lengths[:n]) for n in range(len(lengths))]
+        for start, length in zip(starts, lengths, strict=True):
+            ingest(lake, raw, (days[start], days[start + length - 1]))
+    for name in ("events", "excluded_events", "quarantine", "ingest_metrics"):
+        assert rows(lakes[0], name) == rows(lakes[1], name) == rows(lakes[2], name)
+    named = {e["event_id"]: e["item_id"] for e in rows(lakes[0], "events") if e["log"] == "bought"}
+    assert named == {f"b{day}": "copy" for day in days[2:]}
+
+
 @pytest.mark.parametrize("fields", ["user: user, ", OWN_FIELDS])
 def test_a_log_has_its_own_fields_and_takes_the_others(
     spark: object, tmp_path: Path, fields: str

@@ -1,0 +1,55 @@
+"""Which events are copies of one another, and which copies ingest can know."""
+
+from datetime import date, timedelta
+
+from pyspark.sql import Column
+from pyspark.sql import functions as F
+
+from etl.event_time import day_start_sql
+from etl.spec.model import DataSpec
+from etl.spec.units import MICROS
+from etl.tables import schemas
+
+
+def is_late(spec: DataSpec) -> Column:
+    """Whether an event occurred more than `allowed_lateness` before its landing day began."""
+    return F.expr(f"event_ts < ({day_start_sql(spec)} - {spec.allowed_lateness}) * {MICROS['s']}")
+
+
+def deduplication_key(spec: DataSpec) -> Column:
+    """What copies of an event have in common."""
+    is_impression = F.col("type") == spec.event_codes[spec.impression_type]
+    own = F.col("event_id") if spec.shared_event_ids else F.concat_ws("\x1f", "log", "event_id")
+    return F.when(is_impression, F.concat(F.lit("shown "), "impression_id")).otherwise(own)
+
+
+def copy_order(spec: DataSpec) -> tuple[str | Column, ...]:
+    """The order of the copies of an event: by the day and time at which they landed."""
+    tie_breaker = F.xxhash64(*[F.col(name) for name in event_columns(spec)])
+    return "day", "ingest_ts", tie_breaker.alias("tie_breaker")
+
+
+def event_columns(spec: DataSpec) -> list[str]:
+    """The columns that valid events have in any table."""
+    return [name for name in schemas.excluded_events(spec).columns if name != "reason"]
+
+
+def days_with_copies(spec: DataSpec) -> int:
+    """Days before a landing day on which the first copies of its events on time may have landed.
+
+    A copy may be on time if its event occurred at most `allowed_lateness` before its day. The first
+    one may have landed as long before its event, as an outcome in the record of its impression.
+    """
+    # Two days more: that of the event, and one for days of less than 24 hours.
+    return 2 * spec.allowed_lateness_days + 2
+
+
+def may_have_copies(spec: DataSpec, first_day: date) -> Column:
+    """Whether a stored event of an earlier day may have a copy that is on time on `first_day`."""
+    first, last = first_day - timedelta(days=days_with_copies(spec)), first_day - timedelta(days=1)
+    earliest_second = spec.day_start(first_day) - spec.allowed_lateness
+    # Delta skips files by the first of the two: no event is visible before it occurs.
+    is_recent = (F.col("visible_ts") >= earliest_second) & (
+        F.col("event_ts") >= earliest_second * MICROS["s"]
+    )
+    return F.col("day").between(F.lit(first), F.lit(last)) & is_recent
