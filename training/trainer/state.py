@@ -77,8 +77,7 @@ class Manifest(StrictModel):
             first training had no rows; the next day with rows has their edges.
         upgraded_from: Hashes of the specs under which the model learned the day, if it was carried
             over to another one since; its trees were not.
-        spec_max_length: Events per history by the spec; those of `training` differ if they were set
-            by an option. None in manifests of earlier versions.
+        spec_max_length: Events per history by the spec, not by an option; None in earlier versions.
         compressor_version: The compressor of the hidden layer; empty until a day continues it.
         precision_map: How linear layers are computed with `--compute.precision fp8`.
         num_shards: Shards that the day is split into: the number of processes that started it.
@@ -91,8 +90,7 @@ class Manifest(StrictModel):
         rows: Examples of all steps.
         consumed_batches: Batches of each shard of the day that were trained on.
         embedding_resets: Number of passes over the day before which all embeddings were reset.
-        first_batch_digests: SHA-256 of the first batches of the day's first shard, until fewer
-            processes resume: the first one then reads several shards in turn.
+        first_batch_digests: SHA-256 of the first batches of shard 0; none once fewer processes resume.
         state_dir: Folder of the tensors, next to the manifest.
         file_hashes: SHA-256 of each file in that folder.
     """
