@@ -90,7 +90,7 @@ class Manifest(StrictModel):
         rows: Examples of all steps.
         consumed_batches: Batches of each shard of the day that were trained on.
         embedding_resets: Number of passes over the day before which all embeddings were reset.
-        first_batch_digests: SHA-256 of the first batches of shard 0; none if fewer processes resume.
+        first_batch_digests: SHA-256 of the first batches of shard 0, unless fewer processes resume.
         state_dir: Folder of the tensors, next to the manifest.
         file_hashes: SHA-256 of each file in that folder.
     """
