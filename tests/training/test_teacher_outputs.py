@@ -39,7 +39,7 @@ from training.teacher.ensemble import Teacher, TeacherScores, load_teacher
 from training.teacher.outputs import write_teacher_outputs
 from training.trainer import checkpoint
 from training.trainer.resume import starting_point
-from training.trainer.upgrade import latest_checkpoint, upgrade_teacher, upgraded_manifest
+from training.trainer.upgrade import latest_checkpoints, upgrade_teacher, upgraded_manifest
 
 DAYS = (FIRST + timedelta(days=1), LAST)
 
@@ -238,7 +238,7 @@ def test_settings_that_may_change_from_day_to_day_keep_the_compressor(scored_lak
 
 def test_an_upgrade_that_enlarges_the_item_table_keeps_all_embeddings(scored_lake: Lake) -> None:
     before = load_teacher_embeddings(scored_lake)
-    _, manifest = latest_checkpoint(scored_lake)
+    ((_, manifest),) = latest_checkpoints(scored_lake)
     (report,) = upgrade_teacher(scored_lake, 2 * manifest.training.item_table_rows)
     assert report.manifest.training.item_table_rows > manifest.training.item_table_rows
     write_teacher_outputs(scored_lake, (LAST, LAST))
@@ -251,7 +251,7 @@ def test_a_gem_that_continues_with_longer_histories_keeps_the_compressor(
     scored_lake: Lake,
 ) -> None:
     """As do its later days and upgrades, whichever settings the training started with."""
-    path, manifest = latest_checkpoint(scored_lake)
+    ((path, manifest),) = latest_checkpoints(scored_lake)
     of_spec = manifest.model_copy(update={"spec_max_length": manifest.training.max_length})
     (path / checkpoint.MANIFEST).write_text(of_spec.model_dump_json())
     reader = ExampleReader.latest(scored_lake)
