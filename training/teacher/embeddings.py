@@ -64,7 +64,7 @@ def load_teacher_embeddings(lake: Lake, compressor_version: str | None = None) -
     """The rows of a compressor in the table `user_teacher_embeddings`; empty without the table.
 
     By default that is the compressor of the latest day. Embeddings of others cannot be compared
-    with them; a warning says so if later ones are left out.
+    with them; a warning reports later ones that are left out.
 
     Raises UserError if a row was predicted by a GEM that was trained on the row's day.
     """
