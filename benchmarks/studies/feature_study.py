@@ -97,11 +97,11 @@ def tables_with_counters(base: Lake, change: CounterChange, folder: Path) -> Lak
         shutil.rmtree(partial, ignore_errors=True)
         ignored = shutil.ignore_patterns("examples", *MODEL_OUTPUTS)
         shutil.copytree(base.root, partial, symlinks=True, ignore=ignored)
-        removed = set(upgrade_lake(str(partial), base.spec, spec).rebuilt_tables)
+        missing = {"examples", *upgrade_lake(str(partial), base.spec, spec).rebuilt_tables}
         first, last = base.day_range("events")
         paths = PipelinePaths(folder / "spec.yaml", "", str(partial))
         steps = data_steps(spec, paths, ("--days", f"{first}:{last}"))
-        run_steps_in_process([step for step in steps if removed & set(step.writes)])
+        run_steps_in_process([step for step in steps if missing & set(step.writes)])
         partial.rename(built)
     return Lake(str(built), spec)
 

@@ -160,6 +160,7 @@ def test_days_that_were_scored_before_an_objective_was_added_are_no_evidence_for
     assert blend_weights(own, SECOND, THIRD, 14) == before | {added: 0.0}
 
 
+@pytest.mark.usefixtures("taught")  # which has the process group
 def test_without_final_labels_on_the_first_day_gem_scores_the_second_one_alone(
     own: Lake, tmp_path: Path
 ) -> None:
@@ -168,16 +169,15 @@ def test_without_final_labels_on_the_first_day_gem_scores_the_second_one_alone(
     gem_alone = copy_of(own, tmp_path / "gem_alone")
     blended = TeacherConfig(blend="lightgbm")
     predictions = []
-    with process_group():
-        for lake, teacher in ((gem_alone, TeacherConfig()), (own, blended)):
-            config = CONFIG.model_copy(update={"teacher": teacher})
-            for day in (FIRST, SECOND):
-                train_teacher(lake, (day, day), config, Timeline())
-                train_teacher_trees(lake, (day, day), config)
-            assert write_teacher_outputs(lake, (SECOND, THIRD)) > 0
-            schema = model_schemas.teacher_predictions(lake.spec)
-            predictions.append(arrow.snapshot(lake, schema).read().drop_columns("fm_version"))
-        first, second = load_teacher(own, FIRST, SECOND), load_teacher(own, SECOND, THIRD)
+    for lake, teacher in ((gem_alone, TeacherConfig()), (own, blended)):
+        config = CONFIG.model_copy(update={"teacher": teacher})
+        for day in (FIRST, SECOND):
+            train_teacher(lake, (day, day), config, Timeline())
+            train_teacher_trees(lake, (day, day), config)
+        assert write_teacher_outputs(lake, (SECOND, THIRD)) > 0
+        schema = model_schemas.teacher_predictions(lake.spec)
+        predictions.append(arrow.snapshot(lake, schema).read().drop_columns("fm_version"))
+    first, second = load_teacher(own, FIRST, SECOND), load_teacher(own, SECOND, THIRD)
     assert first.trees is not None and not first.trees.boosters
     assert second.trees is not None and second.trees.boosters
     assert predictions[0].equals(predictions[1])
