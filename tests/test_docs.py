@@ -45,6 +45,12 @@ def test_the_reference_is_what_the_code_generates() -> None:
         assert (DOCS / "reference" / name).read_text() == page, "run `python docs/generate.py`"
 
 
+def test_no_generated_page_depends_on_the_folder_of_the_checkout() -> None:
+    generate = runpy.run_path(str(DOCS / "generate.py"))
+    for name, page in generate["pages"]().items():
+        assert str(ROOT) not in page and str(ROOT.parent / "shared") not in page, name
+
+
 def test_every_environment_variable_is_documented() -> None:
     """Except those that processes of this project set for each other."""
     page = (DOCS / "reference" / "configuration.md").read_text()

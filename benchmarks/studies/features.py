@@ -7,7 +7,6 @@ are kept there, and the study resumes from them.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -17,7 +16,7 @@ from benchmarks.harness import RESULTS, BenchmarkResult
 from benchmarks.studies.committed import StudyFolder, share_of, show_committed
 from benchmarks.studies.counter_changes import CHANGES, DEFAULT
 from benchmarks.studies.model_changes import DataSet
-from benchmarks.studies.quality import KUAIRAND_DATA
+from benchmarks.studies.quality import KUAIRAND_DATA, KuaiRandFolder
 from etl.errors import UserError
 from etl.spec.base import StrictModel
 
@@ -33,7 +32,7 @@ class FeaturesArgs(StrictModel):
     """Arguments of the study."""
 
     work: StudyFolder = None
-    kuairand: Annotated[Path, tyro.conf.arg(help="KuaiRand's folder")] = KUAIRAND_DATA
+    kuairand: KuaiRandFolder = None
     data: Annotated[tuple[DataSet, ...], tyro.conf.arg(help="data sets to compare on")] = DATA_SETS
     seeds: int = Field(default=2, ge=1)
     only: Annotated[
@@ -58,7 +57,7 @@ def bench_features(args: FeaturesArgs) -> None:
     rows = [*((data, DEFAULT) for data in args.data), *changes]
     from benchmarks.studies.feature_study import FeatureStudy
 
-    study = FeatureStudy(args.work.resolve(), args.kuairand)
+    study = FeatureStudy(args.work.resolve(), args.kuairand or KUAIRAND_DATA)
     for row in share_of(rows, args.share):
         study.predictions(*row, args.seeds)
     if args.share != "1/1":
