@@ -168,7 +168,7 @@ def parse_reports(spec: DataSpec, source: Report, raw: str, days: DayRange) -> D
     """Typed rows of a source, with the `reasons` why one is invalid, null if it is skipped."""
     columns: dict[str, str] = source.columns.model_dump(exclude_none=True)
     required = [column for name, column in columns.items() if name not in OPTIONAL_COLUMNS]
-    rows = read_raw_records(source, RawSelection(raw, days), columns.values(), required)
+    rows = read_raw_records(source, RawSelection(raw, days), [*columns.values()], required)
     audience = [] if isinstance(source, SpendSource) else [F.lit(source.audience).alias("audience")]
     rows = rows.select(
         *audience,

@@ -13,23 +13,15 @@ from etl.event_time import visible_ts_sql
 from etl.ingest.attribute_values import attribute_value
 from etl.ingest.expressions import IS_SELECTED
 from etl.ingest.file_discovery import RawSelection
-from etl.ingest.readers import (
-    PATH_DAY,
-    PAYLOAD,
-    READ_ERROR,
-    RECORD_LOCATION,
-    raw_value,
-    read_raw_records,
-)
+from etl.ingest.log_columns import LogSource, logged_attributes, read_log_records
+from etl.ingest.readers import PATH_DAY, PAYLOAD, READ_ERROR, RECORD_LOCATION, raw_value
 from etl.ingest.timestamps import duration_micros, local_date, parse_time
-from etl.spec.attributes import LoggedAttribute
 from etl.spec.model import DataSpec
 from etl.spec.sources import EventLogSource, ImpressionLogSource, OutcomeColumns
 from etl.spec.units import MICROS
 from etl.tables import schemas
-from etl.tables.declared_columns import event_columns, logged_sql_type
+from etl.tables.declared_columns import logged_sql_type
 
-LogSource = EventLogSource | ImpressionLogSource
 REASON_SEPARATOR = "; "
 ID_FIELDS = {"user_id", "item_id", "request_id", "retracted_event_id"}
 # Fields that an event may have from the event that it belongs to, and their columns in tables.
@@ -45,33 +37,8 @@ def read_logs(spec: DataSpec, selection: RawSelection) -> DataFrame:
 def read_log(spec: DataSpec, log_name: str, selection: RawSelection) -> DataFrame:
     """Normalized records of one log in the selected files."""
     log = spec.log_sources[log_name]
-    columns, required = logged_columns(spec, log), required_columns(log)
-    records = read_raw_records(log, selection, columns, required)
+    records = read_log_records(spec, log, selection)
     return normalize_events(spec, log_name, records, RECORD_LOCATION)
-
-
-def required_columns(log: LogSource) -> list[str]:
-    """Raw columns without which no record of a file can be valid."""
-    c = log.columns
-    ids = (c.event_id,) if isinstance(c.event_id, str) else c.event_id or ()
-    day = log.day.column if log.day else None
-    names = (c.user, c.item, c.surface, log.reference_column, c.event_time, c.type, *ids, day)
-    return list(filter(None, names))
-
-
-def logged_columns(spec: DataSpec, log: LogSource) -> list[str]:
-    """All raw columns of a log that the spec names."""
-    named = log.columns.model_dump()
-    ids = named.pop("event_id") or ()
-    columns = [name for name in named.values() if name]
-    columns += [ids] if isinstance(ids, str) else list(ids)
-    columns += [column for column, _ in _logged_attributes(spec).values()]
-    columns += [log.day.column] if log.day else []
-    if isinstance(log, ImpressionLogSource):
-        for outcome in log.outcomes:
-            optional = (outcome.indicator, outcome.delay, outcome.dwell, outcome.value)
-            columns += [name for name in optional if name]
-    return columns
 
 
 def normalize_events(
@@ -113,7 +80,7 @@ def _parse_fields(spec: DataSpec, log: LogSource, records: DataFrame) -> DataFra
     """`records` with typed fields; null where a text has another type, named in `type_errors`."""
     field_types = _field_types(spec, log)
     fields = {name: _cast(column, type_) for name, (column, type_) in field_types.items()}
-    for name, (column, attribute) in _logged_attributes(spec).items():
+    for name, (column, attribute) in logged_attributes(spec).items():
         field_types[name] = column, logged_sql_type(attribute)
         fields[name] = attribute_value(attribute, column)
     for name in ID_FIELDS & fields.keys():
@@ -146,14 +113,6 @@ def _type_errors(typed_values: Iterable[tuple[str, Column]]) -> Column:
         for column, is_bad in is_null.items()
     ]
     return F.concat_ws(REASON_SEPARATOR, *errors)
-
-
-def _logged_attributes(spec: DataSpec) -> dict[str, tuple[str, LoggedAttribute]]:
-    """Raw column and declaration of each attribute that is logged with events, by column."""
-    return {
-        name: (attribute.column or name.partition("_")[2], attribute)
-        for name, attribute in event_columns(spec).items()
-    }
 
 
 def _field_types(spec: DataSpec, log: LogSource) -> dict[str, tuple[str | None, str]]:

@@ -19,19 +19,14 @@ from rich.table import Table
 from etl.attributes import parse_rows
 from etl.errors import UserError
 from etl.ingest.file_discovery import RawSelection
-from etl.ingest.normalize import (
-    REASON_SEPARATOR,
-    logged_columns,
-    normalize_events,
-    required_columns,
-)
+from etl.ingest.log_columns import logged_columns, read_log_records
+from etl.ingest.normalize import REASON_SEPARATOR, normalize_events
 from etl.ingest.readers import (
     PAYLOAD,
     READ_ERROR,
     RECORD_LOCATION,
     SOURCE_FILE,
     latest_day_with_records,
-    read_raw_records,
     translate_read_errors,
 )
 from etl.reports import Report, parse_reports
@@ -93,9 +88,8 @@ def _preview(
     if isinstance(source, Report):
         rows = parse_reports(spec, source, raw, days).limit(sample_size)
         return _summarize(name, day, rows.collect(), lambda _: f"row of {source.kind}")
-    columns, required = logged_columns(spec, source), required_columns(source)
-    records = read_raw_records(source, RawSelection(raw, days), columns, required)
-    records = records.limit(sample_size)
+    columns = logged_columns(spec, source)
+    records = read_log_records(spec, source, RawSelection(raw, days)).limit(sample_size)
     rows = normalize_events(spec, name, records, RECORD_LOCATION)
     types = {code: type_ for type_, code in spec.event_codes.items()}
     surfaces: dict[int | None, str] = {c: surface for surface, c in spec.surface_codes.items()}

@@ -8,6 +8,7 @@ import functools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import date
 
 import pyarrow as pa
@@ -52,6 +53,15 @@ class UnreadableFileError(UserError):
         self.uri = uri
 
 
+@dataclass(frozen=True)
+class RawColumns:
+    """The columns that are read; those that a file needs, and those that one of them needs."""
+
+    selected: list[str]
+    required: list[str]
+    expected: list[str]
+
+
 @contextmanager
 def translate_read_errors() -> Iterator[None]:
     """Raise an UnreadableFileError with the file's URI for Spark's failure to read a raw file."""
@@ -69,8 +79,9 @@ def translate_read_errors() -> Iterator[None]:
 def read_raw_records(
     source: Source,
     selection: RawSelection,
-    columns: Iterable[str],
+    columns: Collection[str],
     required: Collection[str] = (),
+    optional: Collection[str] = (),
 ) -> DataFrame:
     """Records of a source's selected files.
 
@@ -81,25 +92,27 @@ def read_raw_records(
         column; and `is_selected`. Records that are not selected are there for the numbers of lines.
 
     Raises:
-        UserError: If no file matches and the source is not optional, or no file has a column.
+        UserError: If no file matches and the source is not optional, or no file has a column that
+            is not `optional`.
     """
-    selected = logged_columns_of(source, columns)
-    required = [name for name in required if name not in source.select]
+    raw_columns = RawColumns(
+        selected=logged_columns_of(source, columns),
+        required=[name for name in required if name not in source.select],
+        expected=logged_columns_of(source, [name for name in columns if name not in optional]),
+    )
     read = _read_delta if source.format == "delta" else _read_files
-    rows = read(source, selection, selected, required)
+    rows = read(source, selection, raw_columns)
     return with_expressions(source, rows, _is_unreadable())
 
 
-def _read_files(
-    source: Source, selection: RawSelection, selected: list[str], required: Collection[str]
-) -> DataFrame:
+def _read_files(source: Source, selection: RawSelection, columns: RawColumns) -> DataFrame:
     groups, unreadable = group_files(source, selection)
     headers = [group.columns for group in groups if group.columns is not None]
     if len(headers) == len(groups):
-        _check_columns_exist(source, headers, selected)
-    parts = [_READERS[source.format](source, group, selected, required) for group in groups]
+        _check_columns_exist(source, headers, columns.expected)
+    parts = [_READERS[source.format](source, group, columns) for group in groups]
     if unreadable or not parts:
-        parts.append(_unreadable_file_records(unreadable, selected))
+        parts.append(_unreadable_file_records(unreadable, columns.selected))
     return functools.reduce(DataFrame.unionByName, parts)
 
 
@@ -148,13 +161,13 @@ def is_path(column: str) -> bool:
 
 
 def _check_columns_exist(
-    source: Source, headers: Iterable[Iterable[str]], selected: list[str]
+    source: Source, headers: Iterable[Iterable[str]], expected: list[str]
 ) -> None:
-    """Raise UserError if no file has one of the selected columns; `headers` are those of files."""
+    """Raise UserError if no file has one of the expected columns; `headers` are those of files."""
     existing = list(dict.fromkeys(name for columns in headers for name in columns))
     missing = [
         name
-        for name in selected
+        for name in expected
         if name not in existing
         and not (source.format in ("parquet", "delta") and name.split(".")[0] in existing)
     ]
@@ -169,19 +182,17 @@ def _spark_reader(group: FileGroup) -> DataFrameReader:
     return SparkSession.active().read.option("ignoreCorruptFiles", group.is_corrupt)
 
 
-def _read_json(
-    _source: Source, group: FileGroup, selected: list[str], _required: Collection[str]
-) -> DataFrame:
+def _read_json(_source: Source, group: FileGroup, columns: RawColumns) -> DataFrame:
     lines = _spark_reader(group).text(list(group.paths))
     records = lines.select(F.col("value").alias(PAYLOAD), "_metadata")
-    return _with_path_day(_with_location(_parse_payload(records, selected)), group.day_by_uri)
+    return _with_path_day(
+        _with_location(_parse_payload(records, columns.selected)), group.day_by_uri
+    )
 
 
-def _read_csv(
-    source: Source, group: FileGroup, selected: list[str], required: Collection[str]
-) -> DataFrame:
-    columns = [*(group.columns or ()), CORRUPT_RECORD]
-    schema = StructType([StructField(name, StringType()) for name in columns])
+def _read_csv(source: Source, group: FileGroup, columns: RawColumns) -> DataFrame:
+    names = [*(group.columns or ()), CORRUPT_RECORD]
+    schema = StructType([StructField(name, StringType()) for name in names])
     options = source.csv or CsvOptions()
     reader = (
         _spark_reader(group)
@@ -197,43 +208,36 @@ def _read_csv(
     )
     rows = reader.csv(list(group.paths))
     read_error = F.when(F.col(CORRUPT_RECORD).isNotNull(), F.lit(NOT_A_RECORD))
-    records = _records_from_columns(rows, group.columns or (), selected, required, read_error)
+    records = _records_from_columns(rows, group.columns or (), columns, read_error)
     return _with_path_day(records, group.day_by_uri)
 
 
-def _read_parquet(
-    _source: Source, group: FileGroup, selected: list[str], required: Collection[str]
-) -> DataFrame:
+def _read_parquet(_source: Source, group: FileGroup, columns: RawColumns) -> DataFrame:
     rows = _spark_reader(group).parquet(*group.paths)
-    no_error = F.lit(None).cast("string")
-    records = _records_from_columns(rows, group.columns or (), selected, required, no_error)
+    records = _records_from_columns(rows, group.columns or (), columns, F.lit(None))
     return _with_path_day(records, group.day_by_uri)
 
 
-def _read_delta(
-    source: Source, selection: RawSelection, selected: list[str], required: Collection[str]
-) -> DataFrame:
+def _read_delta(source: Source, selection: RawSelection, columns: RawColumns) -> DataFrame:
     rows = read_delta_table(source, selection, PATH_DAY)
     if rows is None:
-        return _unreadable_file_records([], selected)
-    columns = [name for name in rows.columns if name != PATH_DAY]
-    _check_columns_exist(source, [columns], selected)
-    no_error = F.lit(None).cast("string")
-    return _records_from_columns(rows, columns, selected, required, no_error, PATH_DAY)
+        return _unreadable_file_records([], columns.selected)
+    existing = [name for name in rows.columns if name != PATH_DAY]
+    _check_columns_exist(source, [existing], columns.expected)
+    return _records_from_columns(rows, existing, columns, F.lit(None), PATH_DAY)
 
 
 def _records_from_columns(
     rows: DataFrame,
     existing: Iterable[str],
-    selected: list[str],
-    required: Collection[str],
+    columns: RawColumns,
     read_error: Column,
     *others: str,
 ) -> DataFrame:
     """Rows of a columnar file as records; all are invalid if it lacks a required column."""
     null = F.lit(None).cast("string")
-    texts = {name: _text_of(rows, name) for name in selected}
-    missing = [name for name in required if texts[name] is None]
+    texts = {name: _text_of(rows, name) for name in columns.selected}
+    missing = [name for name in columns.required if texts[name] is None]
 
     def in_payload(field: StructField) -> Column:
         is_time = field.dataType.typeName().startswith("timestamp")  # JSON would cut it to ms
@@ -338,9 +342,8 @@ def with_line_numbers(rows: DataFrame) -> DataFrame:
     )
     size = F.col("last") - F.col("first") + 1
     rows_before = F.coalesce(F.sum(size).over(blocks_before), F.lit(0))
-    offsets = bounds.select(
-        SOURCE_FILE, "block", (F.col("first") - rows_before - 1).alias("offset")
-    )
+    offset = (F.col("first") - rows_before - 1).alias("offset")
+    offsets = bounds.select(SOURCE_FILE, "block", offset)
     rows = rows.withColumn("block", F.col(f"{RECORD_LOCATION}.block"))
     rows = rows.join(F.broadcast(offsets), [SOURCE_FILE, "block"], "left")
     line = F.col(f"{RECORD_LOCATION}.row") - F.col("offset")

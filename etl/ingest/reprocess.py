@@ -10,8 +10,9 @@ from pyspark.sql import functions as F
 
 from etl.erasure.erased_users import mark_erased_events
 from etl.errors import UserError
+from etl.ingest.log_columns import logged_columns
 from etl.ingest.named_events import lookup_days, read_valid_events, with_named_fields
-from etl.ingest.normalize import REASON_SEPARATOR, logged_columns, normalize_events
+from etl.ingest.normalize import REASON_SEPARATOR, normalize_events
 from etl.ingest.quarantine import landing_day_predicate, write_quarantine
 from etl.ingest.readers import PATH_DAY, PAYLOAD, READ_ERROR, parse_quarantined
 from etl.ingest.run import (

@@ -9,15 +9,18 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from deltalake import write_deltalake
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
+from etl.errors import UserError
 from etl.ingest.file_discovery import RawSelection
 from etl.ingest.normalize import read_log
 from etl.ingest.preview import columns_without_values, preview_sources
@@ -279,6 +282,48 @@ def test_lists_of_values_are_read_from_every_format(
     assert stored["ctx_tags"] == sorted(TAGS)
     assert stored["ctx_view"] == pytest.approx([0.5, -1e-7])
     assert stored["reasons"] == ""
+
+
+def write_table(path: Path, format_: str, record: Mapping[str, object]) -> None:
+    """Write one record that landed on DAY to the source in a folder."""
+    table = pa.Table.from_pylist([dict(record)])
+    if format_ == "delta":
+        table = table.append_column("landed", pa.array([str(DAY)]))
+        write_deltalake(path, table, partition_by=["landed"])
+        return
+    path.mkdir(parents=True)
+    writer = {"csv": pa.csv.write_csv, "parquet": pq.write_table}[format_]
+    writer(table, path / f"{DAY}.{format_}")
+
+
+@pytest.mark.parametrize("format_", ["csv", "parquet", "delta"])
+@pytest.mark.parametrize("log", ["app", "sales"])
+def test_only_a_log_without_impressions_may_lack_columns_of_attributes(
+    spark: object, tmp_path: Path, log: str, format_: str
+) -> None:
+    """Its events then have no value; columns that the source names may not be missing."""
+    spec = yaml.safe_load(SPEC)
+    path = {"path": log, "partition_column": "landed"}
+    path = path if format_ == "delta" else {"path": f"{log}/{{day}}.{format_}"}
+    spec["sources"][log] |= {"format": format_} | path
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
+    record = event(EPOCH_SECONDS) | ({"imp": "i1"} if log == "sales" else {})
+    write_table(tmp_path / "raw" / log, format_, record)
+    write_table(tmp_path / "short" / log, format_, {k: v for k, v in record.items() if k != "what"})
+
+    def read(root: str) -> list[dict[str, Any]]:
+        selection = RawSelection(str(tmp_path / root), (DAY, DAY))
+        rows = read_log(load_spec(tmp_path / "spec.yaml"), log, selection).collect()
+        return [row.asDict() for row in rows]
+
+    if log == "sales":
+        (stored,) = read("raw")
+        assert (stored["item_id"], stored["ctx_phone"], stored["reasons"]) == ("i", None, "")
+    else:
+        with pytest.raises(UserError, match="names phone, which the files lack"):
+            read("raw")
+    with pytest.raises(UserError, match="what"):
+        read("short")
 
 
 def test_csv_is_read_with_its_options(spark: object, tmp_path: Path) -> None:
