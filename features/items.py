@@ -8,6 +8,7 @@ from pyspark.sql import functions as F
 from etl.attribute_versions import filter_readable_after, versions_from
 from etl.event_time import day_start_sql
 from etl.spec.model import DataSpec
+from etl.spec.sources import AttributeSource
 from etl.spec.units import MICROS, DayRange
 from etl.tables import schemas, spark_io
 from etl.tables.declared_columns import item_counter_key_columns
@@ -124,28 +125,54 @@ def _readable_once_seen(spec: DataSpec, rows: DataFrame, days: DayRange) -> Data
     weekly snapshots in which earlier ones were found.
     """
     is_new = F.col("first_seen_day").between(*map(F.lit, days))
-    # One day more: the lateness is in seconds, and a day on which clocks change has fewer.
-    first_readable_day = F.date_sub("first_seen_day", spec.allowed_lateness_days + 1)
-    start_us = F.expr(day_start_sql(spec, "first_readable_day")) * MICROS["s"]
-    of_new = rows.filter(is_new).withColumn("first_readable_day", first_readable_day)
-    of_new = filter_readable_after(of_new, "item", start_us - 1)
+    of_new = _with_first_readable_us(spec, rows.filter(is_new))
+    of_new = filter_readable_after(of_new, "item", F.col("first_readable_us") - 1)
     return rows.filter(~is_new).unionByName(of_new.select(rows.columns))
+
+
+def _with_first_readable_us(spec: DataSpec, rows: DataFrame) -> DataFrame:
+    """Versions with the time (µs) before which no impression of their item occurred."""
+    # One day more: the lateness is in seconds, and a day on which clocks change has fewer.
+    first_day = F.date_sub("first_seen_day", spec.allowed_lateness_days + 1)
+    start_us = F.expr(day_start_sql(spec, "first_readable_day")) * MICROS["s"]
+    rows = rows.withColumn("first_readable_day", first_day)
+    return rows.withColumn("first_readable_us", start_us).drop("first_readable_day")
 
 
 def _with_day_of_use(lake: Lake, rows: DataFrame, days: DayRange) -> DataFrame:
     """Versions with the first `day` on which they are read: that of the item, or a later one.
 
-    Static rows have no day. One that was added to its source after its item had been seen is read
-    from the first of the given days on.
+    Static rows have no day. Those that were added to their source after their item had been seen
+    are read from the first of the given days on.
     """
-    landing_day, schema = F.col("day"), schemas.first_item_versions(lake.spec)
-    if lake.exists(schema.name):
-        known = spark_io.read_table(lake, schema).filter(F.col("day") < F.lit(days[0]))
-        known = known.select("item_index").distinct().withColumn("was_known", F.lit(True))
-        rows = rows.join(known, "item_index", "left")
-        is_added = (landing_day == F.lit(STATIC_DAY)) & F.col("was_known").isNull()
+    landing_day, schema = F.col("day"), schemas.item_versions(lake.spec)
+    if _has_static_items(lake.spec) and lake.exists(schema.name):
+        stored = spark_io.read_table(lake, schema).filter(F.col("day") < F.lit(days[0]))
+        times = F.collect_set("valid_from").alias("stored")
+        rows = rows.join(stored.groupBy("item_index").agg(times), "item_index", "left")
+        rows = _with_first_readable_us(lake.spec, rows)
+        is_added = (landing_day == F.lit(STATIC_DAY)) & ~_was_stored_or_left_out()
         landing_day = F.when(is_added, F.lit(days[0])).otherwise(landing_day)
-    return rows.withColumn("day", F.greatest(landing_day, "first_seen_day")).drop("was_known")
+    rows = rows.withColumn("day", F.greatest(landing_day, "first_seen_day"))
+    return rows.drop("stored", "first_readable_us")
+
+
+def _has_static_items(spec: DataSpec) -> bool:
+    """Whether the attributes of items are in a static source."""
+    attributes = (s for s in spec.sources.values() if isinstance(s, AttributeSource))
+    return any(source.static and source.entity == "item" for source in attributes)
+
+
+def _was_stored_or_left_out() -> Column:
+    """Whether a version has one of the `stored` times, or was left out by `_readable_once_seen`.
+
+    One that is earlier than all stored versions was not left out: it becomes the first.
+    """
+    valid_from, stored = F.col("valid_from"), F.col("stored")
+    is_superseded = (valid_from > F.array_min(stored)) & F.exists(
+        stored, lambda other: (other > valid_from) & (other < F.col("first_readable_us"))
+    )
+    return F.coalesce(F.array_contains(stored, valid_from) | is_superseded, F.lit(False))
 
 
 def build_first_item_versions(lake: Lake, first_day: date) -> None:
