@@ -1,6 +1,5 @@
 """The commands `gemline run`, `refresh`, `batch`, `manifests`, `upgrade` and `airflow`."""
 
-import shlex
 import signal
 import sys
 from pathlib import Path
@@ -11,14 +10,14 @@ from pydantic import Field
 
 from dags.pipeline import GEM_MODEL_DIR, latest_mature_split, pipeline_steps
 from dags.runner import carry_over_step_states, pending_steps, run_pipeline, run_steps
-from dags.steps import PipelinePaths
+from dags.steps import PipelinePaths, split_flags
 from etl.cli.runner import DayArgs, LakeArgs, holds_leases, parse_data_until, parse_days_argument
 from etl.errors import UserError, error_from_exit_code
 from etl.event_time import is_in_future
 from etl.spec import load_spec
 from etl.spec.base import StrictModel
 from etl.spec.model import DataSpec
-from etl.spec.units import DaySplit
+from etl.spec.units import DayRange, DaySplit
 from etl.table_commands import TABLE_STEPS, score_leases
 from etl.tables.atomic_io import publish_folder, remove_folder, staging_folder
 from etl.tables.lease import hold_leases
@@ -45,10 +44,12 @@ class RunArgs(DayArgs):
     @property
     def gem_flags(self) -> tuple[str, ...]:
         """Flags of `gemline train gem`. Raises UserError if a quotation mark has no end."""
-        try:
-            return ("--scale", self.scale, *shlex.split(self.gem))
-        except ValueError as error:
-            raise UserError(f"--gem {self.gem}: {error}") from None
+        return ("--scale", self.scale, *split_flags("--gem", self.gem))
+
+
+def _refuse_pins(args: LakeArgs) -> None:
+    if args.pins:
+        raise UserError("--pins: steps of a run read what earlier ones have written; leave it out")
 
 
 class UpgradeArgs(RunArgs):
@@ -63,6 +64,7 @@ def upgrade(args: UpgradeArgs) -> None:
     """Migrate a lake and its GEM to a changed spec; tables that no changed key affects are kept."""
     from etl.tables.maintenance import plan_upgrade, upgrade_lake
 
+    _refuse_pins(args)
     spec, old_spec = args.load_spec(), load_spec(args.old_spec)
     split = latest_mature_split(spec, *args.day_range)
     steps = pipeline_steps(spec, args.paths, split, args.gem_flags)
@@ -165,6 +167,7 @@ class BatchArgs(StrictModel):
 @holds_leases("run")
 def run(args: RunArgs) -> None:
     """Run the whole pipeline on some days; steps that have finished are skipped."""
+    _refuse_pins(args)
     spec = args.load_spec()
     split = latest_mature_split(spec, *args.day_range)
     if is_in_future(spec.day_end(split.data_until)):
@@ -187,6 +190,7 @@ def refresh(args: RefreshArgs) -> None:
     """Update the tables of the current day with the logs so far, and refit the live rankers."""
     from dags.refresh import plan_refresh, refresh_steps
 
+    _refuse_pins(args)
     spec, paths = args.load_spec(), PipelinePaths(args.spec, args.raw, args.lake)
     plan = plan_refresh(spec, args.raw, args.lake, parse_data_until(spec, args.data_until))
     surfaces = ", ".join(plan.surfaces) or "no surface, because none has a live ranker"
@@ -216,8 +220,7 @@ def manifests(args: ManifestsArgs) -> None:
     """Write the pipeline's steps as Kubernetes manifests or Slurm batch scripts."""
     from dags.clusters import load_cluster, render_files
 
-    if args.pins:
-        raise UserError("--pins: steps of a run read what earlier ones have written; leave it out")
+    _refuse_pins(args)
     spec, cluster = load_spec(args.spec), load_cluster(args.cluster)
     split = latest_mature_split(spec, *args.day_range)
     paths = PipelinePaths(Path(cluster.home, args.spec), args.raw, args.lake)
@@ -250,6 +253,12 @@ class AirflowArgs(LakeArgs):
     port: Annotated[int, tyro.conf.arg(help="port of the web interface, on loopback")] = 8080
 
 
+def _stored_days(args: AirflowArgs) -> list[DayRange]:
+    """The days of the lake's events, which earlier calls may have run; none in a new lake."""
+    lake = args.open_lake()
+    return [lake.day_range("events")] if lake.latest_day("events") else []
+
+
 def airflow(args: AirflowArgs) -> None:
     """Start Airflow on this machine with the DAGs of a spec, and run some days."""
     from dags.orchestration.standalone import (
@@ -260,10 +269,12 @@ def airflow(args: AirflowArgs) -> None:
         watch_dag_runs,
     )
 
+    _refuse_pins(args)
     spec = args.load_spec()
     paths = PipelinePaths(args.spec, args.raw, args.lake)
     day_ranges = [parse_days_argument(days) for days in args.days]
-    env = airflow_environment(paths, args.home, args.port, day_ranges[0][0])
+    first_day = min(first for first, _ in (*day_ranges, *_stored_days(args)))
+    env = airflow_environment(paths, args.home, args.port, first_day)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as with Ctrl-C
     processes = start_airflow(env)
     address = env["AIRFLOW__API__BASE_URL"]

@@ -1,9 +1,12 @@
 """A step of the pipeline, and the paths and days that its command names."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from etl.errors import UserError
 
 Engine = Literal["spark", "torch"]
 # Kinds of the sources whose files the steps that read `raw` read, by the name of the step.
@@ -30,6 +33,14 @@ class Step:
     writes: tuple[str, ...]
     surface: str | None = None
     is_distributed: bool = False
+
+
+def split_flags(option: str, text: str) -> tuple[str, ...]:
+    """The flags that an option has in one text. Raises UserError if a quotation mark has no end."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UserError(f"{option} {text}: {error}") from None
 
 
 def earlier_steps(step: Step, steps: Sequence[Step]) -> list[str]:

@@ -14,13 +14,16 @@ from etl.attribution import (
     outcomes_without_impression,
 )
 from etl.errors import UserError
-from etl.event_time import format_utc
+from etl.event_time import format_utc, is_in_future
 from etl.spec.label_delays import label_delay_warnings
 from etl.spec.model import DataSpec
 from etl.spec.sections import Objective, OutcomeLabel
 from etl.spec.units import MICROS, DayRange
-from etl.tables import label_schemas, schemas, spark_io
+from etl.tables import atomic_io, label_schemas, schemas, spark_io
 from etl.tables.lake import Lake
+from etl.tables.uri import read_text_if_exists, resolve_uri
+
+DATA_UNTIL_FILE = "_pipeline", "labels_data_until.txt"
 
 
 def assign_request_ids(spec: DataSpec, impressions: DataFrame) -> DataFrame:
@@ -53,13 +56,14 @@ def label_impressions(lake: Lake, days: DayRange, data_until: int | None = None)
         lake: The lake with the events and attributes.
         days: First and last landing day.
         data_until: Epoch second until which all events have landed; by default the end of the last
-            day.
+            ingested day.
 
     Returns:
         The number of impressions, and of the days' outcomes that name an unknown impression.
 
     Raises:
-        UserError: The data ends before or after the last ingested day.
+        UserError: The data ends before or after the last ingested day, this day is not over and
+            `data_until` is not given, or labels were written with later data.
     """
     spec = lake.spec
     for text in label_delay_warnings(spec):
@@ -72,11 +76,17 @@ def label_impressions(lake: Lake, days: DayRange, data_until: int | None = None)
     assert last_day is not None, "ingest writes `ingest_metrics` of each day"
     if data_until is None:
         data_until = spec.day_end(last_day)
+        if is_in_future(data_until):
+            raise UserError(
+                f"{last_day} is not over: pass --data-until with the time until which its events "
+                f"have landed, such as {last_day}T14:00"
+            )
     if spec.last_day_before(data_until) != last_day:
         raise UserError(
             f"--data-until is {format_utc(data_until)} UTC, but the last ingested day is "
             f"{last_day}: name a time of that day"
         )
+    _record_data_until(lake, data_until)
 
     first_read = first_day - _lateness(spec) - timedelta(days=spec.attribution_lookback_days)
     last_read = days[1] + timedelta(days=spec.label_maturity_days + spec.visibility_delay_days)
@@ -98,6 +108,21 @@ def label_impressions(lake: Lake, days: DayRange, data_until: int | None = None)
         "impressions": lake.count_rows(schema.name, (first_day, days[1])),
         "outcomes of unknown impressions": unknown.count(),
     }
+
+
+def _record_data_until(lake: Lake, data_until: int) -> None:
+    """Record until when data has landed; raises UserError if labels know later data.
+
+    Labels that have become final in between would be null again.
+    """
+    path = resolve_uri(lake.root, *DATA_UNTIL_FILE)
+    recorded = read_text_if_exists(path) if lake.exists("impressions") else None
+    if recorded and data_until < int(recorded):
+        raise UserError(
+            f"--data-until is {format_utc(data_until)} UTC, but labels were written with the data "
+            f"until {format_utc(int(recorded))} UTC, and final labels stay: name a later time"
+        )
+    atomic_io.write_text(path, str(data_until))
 
 
 def first_relabeled_day(spec: DataSpec, days: DayRange) -> date:

@@ -234,11 +234,13 @@ def _rebuild_forecasts(lake: Lake) -> None:
     """
     from features.forecast.build import build_forecast
 
-    latest_scores = lake.latest_day("scores")
-    if lake.spec.forecast is None or latest_scores is None:
+    if lake.spec.forecast is None:
         return
     for schema in FORECAST_SCHEMAS:
         atomic_io.remove_folder(resolve_uri(lake.root, schema(lake.spec).name))
+    latest_scores = lake.latest_day("scores")
+    if latest_scores is None:
+        return
     try:
         build_forecast(lake, latest_scores)
     except UserError as error:

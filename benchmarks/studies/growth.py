@@ -30,7 +30,7 @@ from etl.spec.base import StrictModel
 from etl.spec.units import DayRange
 
 SIMULATOR = ROOT / "conf" / "simulator" / "growth.yaml"
-FIRST_DAY = date(2026, 1, 1)
+FIRST_DAY = date(2025, 1, 1)
 AGES = (30, 90, 365)  # days
 MEASURED_DAYS = 7  # that end at an age: snapshots are made once a week
 DAILY_RUNS = 9  # before an age: the first ones follow a run of two weeks
@@ -47,7 +47,7 @@ class GrowthArgs(StrictModel):
     days: Annotated[int, tyro.conf.arg(help="age of the lake at the end"), Field(ge=1)] = AGES[-1]
     simulator: Annotated[
         Path | None,
-        tyro.conf.arg(help="configuration of logs from 2026-01-01 on, instead of the study's"),
+        tyro.conf.arg(help="configuration of logs from 2025-01-01 on, instead of the study's"),
     ] = None
     spec: Annotated[Path | None, tyro.conf.arg(help="data spec, instead of the simulator's")] = None
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False

@@ -80,7 +80,7 @@ def _environment(cluster: SlurmCluster, step: Step) -> list[str]:
         return [f"export OMP_NUM_THREADS={resources.threads_per_process}"]
     if cluster.spark_master:
         python = shlex.quote(cluster.python)
-        return [f"export PYSPARK_PYTHON={python}", f"jars=$({python} -m gemline etl jars) || exit"]
+        return [f"export PYSPARK_PYTHON={python}"]
     return [
         f"export GEMLINE_SPARK_MASTER='local[{resources.cpus}]'",
         f"export GEMLINE_SPARK_MEMORY={max(1, resources.memory_gb * 3 // 4)}g",
@@ -96,7 +96,8 @@ def _command_line(cluster: SlurmCluster, step: Step) -> str:
         memory = f"{max(1, cluster.spark.memory_gb * 3 // 4)}g"
         options = (submit, "--master", cluster.spark_master, "--driver-memory", memory)
         words = shlex.join(("gemline.py", *step.command))
-        return f'{shlex.join(options)} --jars "$jars" {words}'
+        jars = f"jars=$({shlex.join((cluster.python, '-m', 'gemline', 'etl', 'jars'))})"
+        return f'{jars} && {shlex.join(options)} --jars "$jars" {words}'
     return shlex.join(
         (cluster.python, "-m", "gemline", *cluster.training.single_node_command(step))
     )

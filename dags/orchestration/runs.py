@@ -21,6 +21,7 @@ from urllib.request import Request, urlopen
 from pydantic import AliasChoices, ConfigDict, Field
 
 from etl.errors import UserError
+from etl.event_time import is_in_future
 from etl.ingest.arrival import (
     day_file_states,
     has_arrived,
@@ -113,11 +114,16 @@ def plan_run(spec: DataSpec, raw: str, lake: str, run: PipelineRun) -> PipelineR
     These are days whose files changed, and days that were ingested but not finished by a later
     step: it failed for good.
 
-    Raises UserError where no event log of a new day is complete.
+    Raises UserError where no event log of a new day is complete, or the last one is not over.
     """
     new_days = date_range(run.new_from, run.last)
     missing = {day: incomplete_sources(spec, raw, day) for day in new_days}
     _require_a_complete_log(spec, raw, missing)
+    if is_in_future(spec.day_end(run.last)):
+        raise UserError(
+            f"{run.last} is not over, so that its labels would miss outcomes: run it tomorrow; the "
+            f"DAG {spec.name}_refresh adds the current day"
+        )
     day_before = run.new_from - timedelta(days=1)
     oldest = run.last - timedelta(days=spec.allowed_lateness_days)
     earlier_days = date_range(oldest, day_before)

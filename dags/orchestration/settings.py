@@ -1,14 +1,13 @@
 """Settings of the DAGs, read from environment variables GEMLINE_SPEC, GEMLINE_RAW and so on."""
 
 import os
-import shlex
 from collections.abc import Mapping
 from datetime import date, timedelta
 from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from dags.steps import PipelinePaths
+from dags.steps import PipelinePaths, split_flags
 from etl.cli.runner import format_validation_error
 from etl.errors import UserError
 from etl.spec.base import StrictModel
@@ -79,8 +78,8 @@ class DagSettings(StrictModel):
 
     @property
     def gem_flags(self) -> tuple[str, ...]:
-        """Further flags of `gemline train gem`."""
-        return tuple(shlex.split(self.gem))
+        """Further flags of `gemline train gem`. Raises UserError if a quotation mark has no end."""
+        return split_flags(f"{ENV_PREFIX}GEM", self.gem)
 
     @property
     def arrival_timeout(self) -> timedelta:

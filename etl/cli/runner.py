@@ -48,13 +48,16 @@ class LakeArgs(StrictModel):
     def open_lake(self) -> "Lake":
         """The lake; its folder is created if missing.
 
-        Raises UserError if `pins` names versions that hold erased users.
+        Raises UserError if `pins` names unknown tables, or versions that hold erased users.
         """
         from etl.tables.erased_versions import require_versions_after_erasures
         from etl.tables.lake import Lake, ensure_lake_root
+        from etl.tables.schemas import table_schema
 
         ensure_lake_root(self.lake)
         lake = Lake(self.lake, self.load_spec(), self.pins)
+        for name in self.pins:
+            table_schema(lake.spec, name)
         require_versions_after_erasures(lake)
         return lake
 

@@ -53,7 +53,8 @@ def require_versions_after_erasures(lake: Lake) -> None:
         if holds_erased_users(lake, name, version):
             raise UserError(
                 f"--pins: version {version} of table {name} holds users who have been erased "
-                "since: leave --pins out, or on Airflow run the day's DAGs again from the first"
+                "since: leave --pins out, or on Airflow clear the task `publish_features` of the "
+                "day's tables, which publishes the current versions"
             )
 
 

@@ -56,14 +56,19 @@ def generate_bag_records(seed: int, users: int, days: int) -> list[Record]:
     return records
 
 
-def write_attributes(raw: Path, seed: int) -> None:
-    """Add values to the attributes of users and items that `write_raw` wrote."""
+def write_attributes(raw: Path, seed: int, changed_since: int | None = None) -> None:
+    """Add values to the attributes of users and items that `write_raw` wrote.
+
+    Those that are valid from `changed_since` on have other values than without it.
+    """
     rng = random.Random(seed)
     for name in ("items", "users"):
         path = raw / f"{name}.json"
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         for row in rows:
             tags = rng.choices(TAGS, k=rng.randrange(4))
+            if changed_since is not None and row["since"] >= changed_since:
+                tags = ["changed"]
             if name == "items":
                 row |= {"tags": "|".join(tags), "title": f"{row['item']} of {' '.join(tags)}"}
             else:
@@ -71,13 +76,19 @@ def write_attributes(raw: Path, seed: int) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def build_bag_lake(folder: Path, records: list[Record], days: int) -> Lake:
-    """The tables of the logs."""
+def build_bag_lake(
+    folder: Path,
+    records: list[Record],
+    spans: list[tuple[int, int]],
+    changed_since: int | None = None,
+) -> Lake:
+    """The tables of the logs, built in spans of days (first, last) one after the other."""
     raw = folder / "raw"
-    write_raw(records, raw)
-    write_attributes(raw, 0)
+    write_raw(records, raw, changed_since)
+    write_attributes(raw, 0, changed_since)
     lake = Lake(str(folder / "lake"), load_spec(write_bag_spec(folder)))
-    build_tables(lake, raw, (FIRST, FIRST + timedelta(days=days - 1)))
+    for first, last in spans:
+        build_tables(lake, raw, (FIRST + timedelta(days=first), FIRST + timedelta(days=last)))
     return lake
 
 

@@ -30,6 +30,9 @@ def change_future(
             "dwell": 5000,
             "quantity": 7,
             "code": "sale",
+            "query": "changed",
+            "filters": ["changed"],
+            "view": [9, 9],
         }
         other = other if fate == "changed" else {}
         changed.append(record | other)
@@ -64,6 +67,9 @@ def _row_inputs(batch: Batch, row: int, item_ids: pa.Array) -> tuple[Any, ...]:
         row_categorical,
         user_categorical,
         batch.row_numeric[row].numpy().tobytes(),
+        {name: matrix[request].tolist() for name, matrix in batch.user_vectors.items()},
+        {name: matrix[row].tolist() for name, matrix in batch.row_vectors.items()},
+        {name: matrix[row].tolist() for name, matrix in batch.context_vectors.items()},
     )
 
 

@@ -1,5 +1,6 @@
 """Attributes with several values, texts and vectors: in batches as in logs, and in a service."""
 
+import random
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -35,7 +36,9 @@ from tests.oracle.bags import (
     write_bag_spec,
 )
 from tests.oracle.disorder import FIRST
-from tests.oracle.log import Record
+from tests.oracle.later import change_future, model_inputs
+from tests.oracle.log import Record, visible_ts
+from tests.pipeline import TABLES, rows
 from tests.ranking.conftest import FITTED, untrained_student
 from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
@@ -43,7 +46,7 @@ from training.data.reader import ExampleReader
 
 pytestmark = pytest.mark.spark
 
-DAYS, LENGTH = 2, 20
+DAYS, LENGTH, DELAY = 2, 20, 30
 LAST = FIRST + timedelta(days=DAYS - 1)
 LIMITS = InputLimits(
     max_length=LENGTH, encoded_events=8, teacher_history_length=0, user_hash_buckets=0
@@ -63,7 +66,29 @@ class Logs:
 def logs(spark: object, tmp_path_factory: pytest.TempPathFactory) -> Logs:
     folder = tmp_path_factory.mktemp("bags")
     records = generate_bag_records(4, 60, DAYS)
-    return Logs(records, folder / "raw", build_bag_lake(folder, records, DAYS))
+    lake = build_bag_lake(folder, records, [(0, DAYS - 1)])
+    return Logs(records, folder / "raw", lake)
+
+
+def test_earlier_requests_read_nothing_of_later_records(logs: Logs, tmp_path: Path) -> None:
+    """Also no values that attributes of users and items have later."""
+    since = sorted(record["ingest"] for record in logs.records)[len(logs.records) // 2]
+    changed = change_future(random.Random(4), logs.records, since, DELAY)
+    lake = build_bag_lake(tmp_path, changed, [(0, DAYS - 1)], since)
+    inputs, other_inputs = model_inputs(logs.lake), model_inputs(lake)
+    impressions = impressions_by_id(logs.records).values()
+    earlier = {r["imp"] for r in impressions if visible_ts(r, DELAY) < since} & inputs.keys()
+    assert len(earlier) > 20
+    assert {id_: inputs[id_] for id_ in earlier} == {id_: other_inputs[id_] for id_ in earlier}
+
+
+def test_any_split_of_days_and_order_of_records_gives_the_same_tables(
+    logs: Logs, tmp_path: Path
+) -> None:
+    shuffled = random.Random(4).sample(logs.records, len(logs.records))
+    by_day = build_bag_lake(tmp_path, shuffled, [(day, day) for day in range(DAYS)])
+    for table in TABLES:
+        assert rows(by_day, table) == rows(logs.lake, table), table
 
 
 def test_a_service_reads_the_vectors_of_the_tables(logs: Logs, tmp_path: Path) -> None:
