@@ -1,5 +1,6 @@
 """Which days a run processes when logs arrive late, change, or never arrive."""
 
+import time
 from collections.abc import Iterable
 from datetime import date, timedelta
 from itertools import product
@@ -126,6 +127,16 @@ def test_a_day_whose_tables_were_not_finished_is_built_again(
 def test_a_day_without_a_log_is_refused_by_name(spec: DataSpec, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"no log of {FIRST} is complete .*feed/day={{day}}"):
         plan(spec, tmp_path, FIRST)
+
+
+def test_a_day_that_is_not_over_is_refused_though_it_has_logs(
+    spec: DataSpec, tmp_path: Path
+) -> None:
+    today = spec.day_of(int(time.time()))
+    for surface in SURFACES:
+        deliver(tmp_path / "raw", surface, today)
+    with pytest.raises(UserError, match=f"{today} is not over.*three_refresh adds"):
+        plan(spec, tmp_path, today)
 
 
 def test_a_day_that_is_not_completely_written_is_refused(spec: DataSpec, tmp_path: Path) -> None:

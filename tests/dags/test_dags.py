@@ -334,6 +334,10 @@ def test_invalid_settings_are_reported_in_one_line() -> None:
     variables = {"GEMLINE_SPEC": "s.yaml", "GEMLINE_RAW": "raw", "GEMLINE_WAIT_HOURS": "-1"}
     with pytest.raises(UserError, match=r"GEMLINE_.*lake: Field required.*wait_hours"):
         DagSettings.from_environment(variables)
+    days = {"GEMLINE_WAIT_HOURS": "1", "GEMLINE_LAKE": "lake", "GEMLINE_FIRST_DAY": str(FIRST)}
+    settings = DagSettings.from_environment(variables | days | {"GEMLINE_GEM": "--scale 'base"})
+    with pytest.raises(UserError, match="GEMLINE_GEM --scale 'base: No closing quotation"):
+        settings.gem_flags
 
 
 @pytest.mark.parametrize("age", [0, 3, 29, 30, 31, 400])

@@ -1,6 +1,7 @@
 """Kubernetes manifests and Slurm scripts run each step as it was declared, after what it reads."""
 
 import re
+import shutil
 import stat
 import subprocess
 from collections.abc import Mapping
@@ -308,15 +309,18 @@ def test_slurm_scripts_pass_every_word_as_it_is(tmp_path: Path, nodes: int) -> N
     assert not (tmp_path / "pwned").exists()
 
 
+@pytest.mark.parametrize("master", [None, "spark://host:7077"])
 @pytest.mark.parametrize(
     ("code", "restarts", "is_requeued"),
     [(0, 0, False), (2, 0, False), (75, 2, True), (75, 3, False)],
 )
 def test_only_temporary_failures_are_requeued(
-    tmp_path: Path, code: int, restarts: int, is_requeued: bool
+    tmp_path: Path, code: int, restarts: int, is_requeued: bool, master: str | None
 ) -> None:
+    """Also those of the download of JARs, which comes before spark-submit."""
     program = python_that_records(tmp_path, code)
-    cluster = slurm(python=str(program), home=str(tmp_path))
+    shutil.copy(program, program.with_name("spark-submit"))
+    cluster = slurm(python=str(program), home=str(tmp_path), spark_master=master)
     script = step_script(cluster, all_steps()[0])
     assert run_script(script, tmp_path, SLURM_RESTART_COUNT=str(restarts)) == code
     assert (tmp_path / "scontrol_calls").exists() == is_requeued

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable
 from datetime import UTC, date, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -133,6 +134,25 @@ def test_later_days_do_not_change_earlier_labels_and_features(tiny_lake: Lake, l
         ingest(tiny_lake, str(logs), (DAY_1, DAY_1))
     build_examples(tiny_lake, (DAY_1, DAY_1))
     assert by_impression(tiny_lake, "examples", "user_plan")["i9"] == plans["i9"]
+
+
+def test_labels_are_final_only_when_all_events_before_have_arrived(
+    tiny_lake: Lake, logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A day that is not over needs the end of its data, and earlier data cannot replace later."""
+    ingest(tiny_lake, str(logs), (DAY_1, DAY_1))
+    load_attributes(tiny_lake, str(logs), (DAY_1, DAY_1))
+    day_end = tiny_lake.spec.day_end(DAY_1)
+    with monkeypatch.context() as patch:
+        patch.setattr("etl.event_time.time", SimpleNamespace(time=lambda: day_end - 3600))
+        with pytest.raises(UserError, match=f"{DAY_1} is not over: pass --data-until"):
+            label_impressions(tiny_lake, (DAY_1, DAY_1))
+        label_impressions(tiny_lake, (DAY_1, DAY_1), day_end - 7200)
+    label_impressions(tiny_lake, (DAY_1, DAY_1))
+    labels = rows(tiny_lake, "impressions")
+    with pytest.raises(UserError, match="labels were written with the data until"):
+        label_impressions(tiny_lake, (DAY_1, DAY_1), day_end - 7200)
+    assert rows(tiny_lake, "impressions") == labels
 
 
 @pytest.mark.proof

@@ -37,6 +37,25 @@ def test_a_lake_reads_tables_at_their_pinned_versions(own: Lake) -> None:
     assert pinned.count_rows(TABLE) == len(before)
 
 
+def test_pins_that_nothing_would_read_are_refused(
+    spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names of no table, and any in a command of which each step reads the latest versions."""
+    flags = ["--spec", str(spec_path), "--lake", str(tmp_path / "lake")]
+    assert main(["features", "items", *flags, "--days", str(LAST), "--pins", "{itms: 1}"]) == 2
+    assert "no table is called itms" in capsys.readouterr().err
+    raw, pins = ["--raw", str(tmp_path)], ["--pins", "{events: 1}"]
+    days = ["--days", f"{FIRST}:{LAST}"]
+    for command in (
+        ["run", *days],
+        ["refresh", "--data-until", f"{LAST}T12:00"],
+        ["airflow", *days],
+        ["upgrade", *days, "--old-spec", str(spec_path)],
+    ):
+        assert main([*command, *flags, *raw, *pins]) == 2
+        assert "--pins: steps of a run read what" in capsys.readouterr().err, command
+
+
 def test_vacuum_keeps_pinned_versions(own: Lake) -> None:
     before, version = rows(own, TABLE), own.version(TABLE)
     pinned = Lake(own.root, own.spec, {TABLE: version})

@@ -21,12 +21,18 @@ from etl.spec import load_spec
 from etl.spec.units import DAY, MICROS
 from etl.tables import arrow, schemas
 from etl.tables.atomic_io import local_path
-from etl.tables.lake import Lake
+from etl.tables.forecast_schemas import FORECAST_SCHEMAS
+from etl.tables.lake import Lake, create_table
 from etl.tables.maintenance import vacuum_lake
 from features.encoding.scalar import spark_xxhash64
 from features.validation import validate_examples
 from gemline import main
-from ranking.erasure import _erase_from_feature_store, _erase_from_files, remaining_traces
+from ranking.erasure import (
+    _erase_from_feature_store,
+    _erase_from_files,
+    _rebuild_forecasts,
+    remaining_traces,
+)
 from ranking.feature_store.materialize import HistoryLengths, build_feature_store, materialize
 from ranking.feature_store.store import METADATA_KEY
 from ranking.feature_store.wal import FeatureStoreHandle, WalEntry, feature_store_pointer, open_wal
@@ -173,6 +179,18 @@ def test_an_erasure_removes_a_store_of_an_earlier_spec_that_cannot_be_rebuilt(
     assert "stop services that are running" in output
     assert pointer.live_folder is None
     assert not {found for found in traces(Path(own.root), [user]) if "feature_store" in found}
+
+
+def test_forecasts_are_removed_also_if_no_day_is_scored_any_more(
+    spec_path: Path, tmp_path: Path
+) -> None:
+    """Such as after the retention of scores."""
+    lake = Lake(str(tmp_path / "lake"), load_spec(spec_path))
+    names = [schema(lake.spec).name for schema in FORECAST_SCHEMAS]
+    for name in names:
+        create_table(lake, schemas.table_schema(lake.spec, name))
+    _rebuild_forecasts(lake)
+    assert not any(map(lake.exists, names))
 
 
 def test_files_with_predictions_are_erased_also_those_of_domains(complete_lake: Lake) -> None:
