@@ -6,9 +6,11 @@ The checks refuse days with too many bad records, and columns of the spec withou
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from rich.console import Console
@@ -274,29 +276,59 @@ def landing_day_predicate(days: DayRange) -> str:
     return f"{spark_io.day_range_predicate(*days)} OR day = '{NO_DAY}'"
 
 
+@dataclass
+class QuarantinedReason:
+    """The quarantined records that have a reason, of which a few are kept as examples."""
+
+    num_records: int = 0
+    days: list[date] = field(default_factory=list)
+    files: set[str] = field(default_factory=set)
+    examples: list[dict[str, object]] = field(default_factory=list)
+
+    def add_day(self, day: date, rows: pa.Table, num_examples: int) -> None:
+        """Add the records of a day."""
+        self.num_records += len(rows)
+        self.days.append(day)
+        self.files.update(rows["source_file"].unique().to_pylist())
+        self.examples += rows.slice(0, num_examples - len(self.examples)).to_pylist()
+
+
 def quarantine_report(lake: Lake, days: DayRange, num_examples: int, console: Console) -> None:
     """Print the reasons, the most frequent first, with counts, days, files and examples."""
-    table = snapshot(lake, schemas.quarantine(lake.spec))
-    in_range = [day for day in table.days() if days[0] <= day <= days[1] or day == NO_DAY]
-    by_reason: dict[str, list[dict[str, object]]] = defaultdict(list)
-    for row in table.read(day=in_range).to_pylist():
-        for reason in row["reasons"]:
-            by_reason[reason].append(row)
-    most_frequent = sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    by_reason = read_quarantined_reasons(lake, days, num_examples)
+    most_frequent = sorted(by_reason.items(), key=lambda item: -item[1].num_records)
     summary = Table("reason", "records", "days", "files", title=f"quarantine of {lake.root}")
-    for reason, rows in most_frequent:
-        files = len({row["source_file"] for row in rows})
-        summary.add_row(Text(reason), f"{len(rows):,}", _format_days(rows), f"{files:,}")
+    for reason, of_reason in most_frequent:
+        numbers = f"{of_reason.num_records:,}", _format_days(of_reason.days)
+        summary.add_row(Text(reason), *numbers, f"{len(of_reason.files):,}")
     console.print(summary)
-    for reason, rows in most_frequent:
+    for reason, of_reason in most_frequent:
         console.print(Text(f"\n{reason}", style="bold"))
-        for row in rows[:num_examples]:
+        for row in of_reason.examples:
             _print_record(row, console)
 
 
-def _format_days(rows: list[dict[str, object]]) -> str:
-    days = sorted({"unknown" if row["day"] == NO_DAY else str(row["day"]) for row in rows})
-    return days[0] if len(days) == 1 else f"{days[0]} … {days[-1]}"
+def read_quarantined_reasons(
+    lake: Lake, days: DayRange, num_examples: int
+) -> dict[str, QuarantinedReason]:
+    """The reasons of the quarantined records on some days; payloads are read a day at a time."""
+    table = snapshot(lake, schemas.quarantine(lake.spec))
+    by_reason: dict[str, QuarantinedReason] = defaultdict(QuarantinedReason)
+    for day in sorted(table.days()):
+        if not (days[0] <= day <= days[1] or day == NO_DAY):
+            continue
+        rows = table.read(day=day)
+        reasons = rows["reasons"].combine_chunks()
+        row_of_reason, reasons = pc.list_parent_indices(reasons), pc.list_flatten(reasons)
+        for reason in pc.unique(reasons).to_pylist():
+            of_reason = rows.take(row_of_reason.filter(pc.equal(reasons, reason)))
+            by_reason[reason].add_day(day, of_reason, num_examples)
+    return by_reason
+
+
+def _format_days(days: list[date]) -> str:
+    names = sorted("unknown" if day == NO_DAY else str(day) for day in days)
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
 
 
 def _print_record(row: dict[str, object], console: Console) -> None:

@@ -14,7 +14,7 @@ from etl.ingest.log_columns import logged_columns
 from etl.ingest.named_events import lookup_days, read_valid_events, with_named_fields
 from etl.ingest.normalize import REASON_SEPARATOR, normalize_events
 from etl.ingest.quarantine import landing_day_predicate, write_quarantine
-from etl.ingest.readers import PATH_DAY, PAYLOAD, READ_ERROR, parse_quarantined
+from etl.ingest.readers import PATH_DAY, PAYLOAD, READ_ERROR, SOURCE_FILE, parse_quarantined
 from etl.ingest.run import (
     check_no_later_days,
     count_rows_by_day,
@@ -24,6 +24,7 @@ from etl.ingest.run import (
     write_ingest_metrics,
 )
 from etl.spec.model import DataSpec
+from etl.spec.sources import ImpressionLogSource
 from etl.spec.units import DayRange
 from etl.tables import schemas, spark_io, step_state
 from etl.tables.arrow import snapshot
@@ -50,6 +51,7 @@ def reprocess_quarantine(lake: Lake, days: DayRange) -> dict[str, int]:
         F.col("log").isin(list(lake.spec.log_sources))
     )
     records = _normalize_quarantined(lake.spec, quarantined, days)
+    records = _without_stored_events(lake, records, days)
     with spark_io.cached(records) as records:
         # Events that name an unknown one are still valid here: the day may be earlier than needed.
         first_day = _first_valid_day(records) or days[1]
@@ -118,6 +120,21 @@ def _recompute_metrics(
     return rows
 
 
+def _without_stored_events(lake: Lake, records: DataFrame, days: DayRange) -> DataFrame:
+    """Records without the valid events of wide logs that ingest has stored.
+
+    Quarantine keeps the whole record of an invalid outcome, with the impression and others.
+    """
+    logs = [n for n, log in lake.spec.log_sources.items() if isinstance(log, ImpressionLogSource)]
+    if not logs:
+        return records
+    key = ["log", "event_id", "day"]
+    stored = read_valid_events(lake, days).filter(F.col("log").isin(logs)).select(key)
+    stored = stored.withColumn("is_stored", F.lit(True))
+    records = records.join(stored, key, "left")
+    return records.filter("is_stored IS NULL OR reasons != ''").drop("is_stored")
+
+
 def _normalize_quarantined(spec: DataSpec, quarantined: DataFrame, days: DayRange) -> DataFrame:
     """Quarantined records as `normalize_events` returns them; whole files keep their reasons.
 
@@ -126,6 +143,8 @@ def _normalize_quarantined(spec: DataSpec, quarantined: DataFrame, days: DayRang
     by_log = []
     for name, log in spec.log_sources.items():
         rows = quarantined.filter(F.col("log") == name)
+        if isinstance(log, ImpressionLogSource):  # each of its invalid outcomes has the record
+            rows = rows.dropDuplicates([SOURCE_FILE, "line"])
         rows = rows.withColumn(PATH_DAY, F.nullif("day", F.lit(NO_DAY)))
         rows = parse_quarantined(log, rows.drop("day", "log"), logged_columns(spec, log))
         file_reasons = F.when(F.col(PAYLOAD).isNull(), F.concat_ws(REASON_SEPARATOR, "reasons"))

@@ -336,8 +336,9 @@ def test_invalid_settings_are_reported_in_one_line() -> None:
         DagSettings.from_environment(variables)
     days = {"GEMLINE_WAIT_HOURS": "1", "GEMLINE_LAKE": "lake", "GEMLINE_FIRST_DAY": str(FIRST)}
     settings = DagSettings.from_environment(variables | days | {"GEMLINE_GEM": "--scale 'base"})
+    assert settings
     with pytest.raises(UserError, match="GEMLINE_GEM --scale 'base: No closing quotation"):
-        settings.gem_flags
+        _ = settings.gem_flags
 
 
 @pytest.mark.parametrize("age", [0, 3, 29, 30, 31, 400])

@@ -15,12 +15,12 @@ from rich.console import Console
 
 from etl.errors import UserError
 from etl.ingest import file_discovery
-from etl.ingest.quarantine import quarantine_report
+from etl.ingest.quarantine import quarantine_report, read_quarantined_reasons
 from etl.ingest.reprocess import reprocess_quarantine
 from etl.ingest.run import ingest
 from etl.spec import load_spec
 from etl.tables import schemas, step_state
-from etl.tables.arrow import snapshot
+from etl.tables.arrow import Snapshot, snapshot
 from etl.tables.day_order import days_in_order, last_finished_day
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
@@ -320,6 +320,63 @@ def test_a_reprocessing_that_releases_nothing_leaves_events_and_later_steps_as_t
     assert reprocess_quarantine(empty_lake, FIRST_DAY_ONLY)["released"] == 0
     assert empty_lake.version("events") == version
     assert last_finished_day(empty_lake.root, "history") == DAY_1
+
+
+WIDE_LOG = """
+  log:
+    kind: impression_log
+    format: json
+    path: log/{day}/*
+    columns: {event_id: id, user: who, item: what, surface: page, event_time: ms, dwell: dwell}
+    outcomes:
+      - {event: click, indicator: clicked, delay: click_after}
+      - {event: look, indicator: looked, delay: look_after}
+"""
+
+
+def test_reprocessing_a_wide_record_leaves_its_stored_events_and_its_other_outcomes_as_they_are(
+    spark: object, tmp_path: Path
+) -> None:
+    """Quarantine has the record once for each invalid outcome: here, those of a later day."""
+    declarations = SPEC.partition("  log:\n")[0].replace("objectives:", "  look: {}\nobjectives:")
+    lake = lake_of(tmp_path, declarations + WIDE_LOG.removeprefix("\n"))
+    later = {"clicked": 1, "looked": 1, "click_after": DAY_MS, "look_after": DAY_MS}
+    put(tmp_path, "log.json", "\n".join([line("g"), line("b", **later)]).encode())
+    ingest(lake, str(tmp_path / "raw"), FIRST_DAY_ONLY)
+    before = {name: rows(lake, name) for name in ("events", "quarantine", "ingest_metrics")}
+    assert {row["event_id"] for row in before["events"]} == {"g", "b"}
+    assert len(before["quarantine"]) == 2
+    version = lake.version("events")
+    for _ in range(2):
+        counts = reprocess_quarantine(lake, FIRST_DAY_ONLY)
+        assert counts == {"released": 0, "still quarantined": 2}
+        assert {name: rows(lake, name) for name in before} == before
+    assert lake.version("events") == version
+
+
+def test_a_report_reads_the_quarantined_records_of_one_day_at_a_time(
+    three_days: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the same as one of all rows."""
+    days = snapshot(three_days, schemas.quarantine(three_days.spec)).days()
+    found = quarantine_rows(three_days)
+    read, read_days = Snapshot.read, list[object]()
+
+    def read_day(self: Snapshot, **partition: object) -> pa.Table:
+        read_days.append(partition["day"])
+        return read(self, **partition)
+
+    monkeypatch.setattr(Snapshot, "read", read_day)
+    by_reason = read_quarantined_reasons(three_days, (DAY_1, DAY_3), 2)
+    assert read_days == days and len(days) > 2
+    for reason, of_reason in by_reason.items():
+        matching = [row for row in found if reason in row["reasons"]]
+        assert of_reason.num_records == len(matching)
+        assert of_reason.days == sorted({row["day"] for row in matching})
+        assert of_reason.files == {row["source_file"] for row in matching}
+        assert len(of_reason.examples) == min(2, len(matching))
+        assert all(row in matching for row in of_reason.examples)
+    assert set(by_reason) == {reason for row in found for reason in row["reasons"]}
 
 
 def test_days_before_ingested_days_are_not_reprocessed(lake: Lake) -> None:

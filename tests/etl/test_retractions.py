@@ -173,6 +173,46 @@ def end_of_days() -> date:
     return FIRST + timedelta(days=NUM_DAYS)
 
 
+WIDE_LOG = """
+sources:
+  log:
+    kind: impression_log
+    format: json
+    path: events/{day}.json.gz
+    columns: {event_id: id, user: who, item: what, surface: page, event_time: ms}
+    outcomes: [{event: buy, indicator: bought, delay: bought_after, value: paid}]
+  refunds:
+    kind: event_log
+    format: json
+    path: refunds/{day}.json.gz
+    columns: {event_id: id, user: who, item: what, surface: page, event_time: ms,
+              retracts: refunded}
+    event: refund
+"""
+
+
+@pytest.mark.parametrize("name", ["i:1", "i:1:buy"])
+def test_an_outcome_of_a_wide_log_is_retracted_by_the_id_of_its_record_or_its_own(
+    spark: object, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC.partition("sources:")[0] + WIDE_LOG.lstrip())
+    lake = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
+    base = {"who": "u", "what": "shoe", "page": "home"}
+    bought = {"ms": epoch_ms(1, 1), "bought": 1, "bought_after": HOUR_MS, "paid": 2.0}
+    write(tmp_path / "raw" / "events", FIRST, [base | bought | {"id": id_} for id_ in ("i:1", "i")])
+    refund = base | {"id": "r", "ms": epoch_ms(1, 3), "refunded": name}
+    write(tmp_path / "raw" / "refunds", FIRST, [refund])
+    for day in (FIRST, FIRST + timedelta(days=1)):
+        if day != FIRST:
+            write(tmp_path / "raw" / "events", day, [base | {"id": "x", "ms": epoch_ms(2, 1)}])
+            write(tmp_path / "raw" / "refunds", day, [refund | {"id": "s", "refunded": "none",
+                                                               "ms": epoch_ms(2, 1)}])  # fmt: skip
+        ingest(lake, str(tmp_path / "raw"), (day, day))
+        label_impressions(lake, (day, day))
+    labels = {row["impression_id"]: row["label_buy"] for row in rows(lake, "impressions")}
+    assert (labels["i:1"], labels["i"]) == (0, 1)
+
+
 def test_a_retraction_that_names_no_event_is_quarantined(spark: object, tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC)
     lake = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))

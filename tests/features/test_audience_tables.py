@@ -12,6 +12,7 @@ import pytest
 import yaml
 from pyspark.sql import SparkSession
 
+from etl.attribute_versions import build_version_snapshots
 from etl.reports import AUDIENCE_REPORTS, load_reports
 from etl.tables import audience_schemas, schemas, spark_io
 from etl.tables.arrow import snapshot
@@ -158,6 +159,30 @@ def test_counts_of_a_day_do_not_depend_on_the_days_that_are_counted_with_it(
     alone = [row for row in rows(own, "audience_counts") if row["day"] == eve]
     count_audiences(own, (eve, LAST))
     assert [row for row in rows(own, "audience_counts") if row["day"] == eve] == alone
+
+
+def test_impressions_are_counted_for_the_campaign_that_was_known_on_their_day(
+    own: Lake, spark: object
+) -> None:
+    """Versions that arrive on a day may hold from a later one on, after those that follow."""
+    eve, next_start = LAST - timedelta(days=1), own.spec.day_end(LAST)
+    schema = schemas.attributes(own.spec, "item")
+    stored = rows(own, "attributes_item")
+    shown = {row["item_id"] for row in rows(own, "impressions") if row["day"] == eve}
+    ad = next(row for row in stored if row["item_id"] in shown and row["attr_advertiser_id"])
+    others = [row for row in stored if row["item_id"] != ad["item_id"]]
+    planned = ad | {"day": eve, "valid_from": next_start * 10**6}
+    current = ad | {"day": LAST, "valid_from": own.spec.day_start(LAST) * 10**6}
+    current |= {"attr_advertiser_id": "another"}
+
+    def counts_on_eve(versions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for day in {row["day"] for row in stored} | {eve, LAST}:
+            replace(own, schema, [row for row in others + versions if row["day"] == day], day)
+        build_version_snapshots(own, "item", FIRST)
+        count_audiences(own, (eve, eve))
+        return [row for row in rows(own, "audience_counts") if row["day"] == eve]
+
+    assert counts_on_eve([planned]) == counts_on_eve([planned, current]) == counts_on_eve([])
 
 
 def replace(lake: Lake, schema: TableSchema, new_rows: list[dict[str, Any]], day: date) -> None:
