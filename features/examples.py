@@ -98,11 +98,14 @@ def build_examples(lake: Lake, days: DayRange) -> dict[str, int]:
         if spec.user_counter_keys:  # read several times, after a join
             events = stack.enter_context(spark_io.cached(events))
         keys = _key_columns(spec, "as_of_ts", F.col("as_of_ts"))
-        queries = impressions.select("impression_id", "as_of_ts", *keys)
+        # An id may have been logged again days later: such impressions are not one query.
+        query_id = F.concat_ws(" ", F.col("day").cast("string"), "impression_id")
+        queries = impressions.select(query_id.alias("impression_id"), "as_of_ts", *keys)
         has_many = lake.count_rows("events", (first_input_day(spec, days), days[1])) >= HOT_EVENTS
         hot_prefixes = find_hot_prefixes(spec, events) if has_many else None
         counted = count_events(spec, events, queries, hot_prefixes)
-        rows = impressions.join(counted, "impression_id")
+        counted = counted.withColumnRenamed("impression_id", "query_id")
+        rows = impressions.withColumn("query_id", query_id).join(counted, "query_id")
         rows = rows.join(inputs.event_counts, "user_id", "left")
         rows = rows.withColumns(
             {

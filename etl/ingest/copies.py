@@ -44,6 +44,45 @@ def days_with_copies(spec: DataSpec) -> int:
     return 2 * spec.allowed_lateness_days + 2
 
 
+def copy_facts(spec: DataSpec, event_ts: Column, may_be_dropped: Column) -> Column:
+    """What decides whether an event of a `day` is dropped as a copy, or is the first of others.
+
+    `event_ts` is when it occurred, in µs. It `may_be_dropped` if it is on time and not stored yet.
+    """
+    since = F.expr(f"({day_start_sql(spec)} - {spec.allowed_lateness}) * {MICROS['s']}")
+    return F.struct(
+        "day",
+        event_ts.alias("event_ts"),
+        since.alias("occurred_since"),
+        F.date_sub("day", days_with_copies(spec)).alias("first_day"),
+        may_be_dropped.alias("may_be_dropped"),
+    )
+
+
+def is_dropped_copy(facts: Column, earlier: Column) -> Column:
+    """Whether an event is dropped, because one of its copies that are kept may have copies.
+
+    `facts` are those of the event, `earlier` an array of those of its copies that landed on earlier
+    days, in order of these. The rule is that of `may_have_copies` for each landing day, so that it
+    does not depend on which days are ingested together.
+    """
+
+    def is_copy(row: Column, kept: Column) -> Column:
+        has_first = F.exists(
+            kept,
+            lambda first: (
+                (first["event_ts"] >= row["occurred_since"]) & (first["day"] >= row["first_day"])
+            ),
+        )
+        return row["may_be_dropped"] & has_first
+
+    def keep(kept: Column, row: Column) -> Column:
+        return F.when(is_copy(row, kept), kept).otherwise(F.concat(kept, F.array(row)))
+
+    nothing = F.filter(earlier, lambda _: F.lit(False))
+    return is_copy(facts, F.aggregate(earlier, nothing, keep))
+
+
 def may_have_copies(spec: DataSpec, first_day: date) -> Column:
     """Whether a stored event of an earlier day may have a copy that is on time on `first_day`."""
     first, last = first_day - timedelta(days=days_with_copies(spec)), first_day - timedelta(days=1)

@@ -18,12 +18,13 @@ from etl.erasure.erased_users import without_erased
 from etl.errors import UserError
 from etl.event_time import day_end_sql
 from etl.ingest.copies import (
+    copy_facts,
     copy_order,
     days_with_copies,
     deduplication_key,
     event_columns,
+    is_dropped_copy,
     is_late,
-    may_have_copies,
 )
 from etl.ingest.normalize import NAMED_FIELDS
 from etl.ingest.readers import PAYLOAD
@@ -202,25 +203,27 @@ def _with_last_touch(
 def _first_copies_by_day(spec: DataSpec, events: DataFrame, first_day: date) -> DataFrame:
     """What identifies and completes an event, of its first copy that landed on each day.
 
-    From `first_day` on, copies are left out that `deduplicate_events` drops: those on time that
-    follow another one on time, or a stored one of an earlier day. First, each task reduces its
-    events to one of a key, day and kind: an id that many share, such as "0", is no load for one.
+    From `first_day` on, copies are left out that `deduplicate_events` drops. First, each task
+    reduces its events to one of a key, day and kind: an id that many share, such as "0", is no load
+    for one.
     """
     copy = F.struct(
         *(*copy_order(spec)[1:], "event_ts", "event_id", "impression_id", "visible_ts", *FIELDS)
     )
-    is_on_time = (F.col("day") >= F.lit(first_day)) & ~is_late(spec)
     keys = {
         "deduplication_key": deduplication_key(spec),
-        "is_on_time": is_on_time,
-        "may_have_copies": is_on_time | may_have_copies(spec, first_day),
+        "is_on_time": (F.col("day") >= F.lit(first_day)) & ~is_late(spec),
     }
-    of_kind = events.withColumns(keys).groupBy(*keys, "day").agg(F.min(copy).alias("copy"))
+    of_kind = events.withColumns(keys).groupBy(*keys, "day")
+    of_kind = of_kind.agg(F.min(copy).alias("copy"), F.max("event_ts").alias("last_event_ts"))
+    # Of a day, the first event on time is kept; of stored ones, each may be the first of copies.
+    event_ts = F.when(F.col("is_on_time"), F.col("copy.event_ts")).otherwise(F.col("last_event_ts"))
+    of_kind = of_kind.withColumn("facts", copy_facts(spec, event_ts, F.col("is_on_time")))
     before = Window.partitionBy("deduplication_key").orderBy("day", "copy")
     before = before.rowsBetween(Window.unboundedPreceding, -1)
-    is_dropped = F.col("is_on_time") & F.max("may_have_copies").over(before)
-    kept = of_kind.withColumn("is_dropped", F.coalesce(is_dropped, F.lit(False)))
-    first = kept.filter(~F.col("is_dropped")).groupBy("deduplication_key", "day")
+    is_dropped = is_dropped_copy(F.col("facts"), F.collect_list("facts").over(before))
+    kept = of_kind.withColumn("is_dropped", is_dropped).filter("NOT is_dropped")
+    first = kept.groupBy("deduplication_key", "day")
     return first.agg(F.min("copy").alias("first")).select("day", "first.*")
 
 

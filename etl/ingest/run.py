@@ -19,7 +19,14 @@ from pyspark.sql import functions as F
 from etl.erasure.erased_users import mark_erased_events
 from etl.errors import UserError
 from etl.ingest.arrival import file_states_by_day, record_ingested_files, with_attribute_files
-from etl.ingest.copies import copy_order, deduplication_key, is_late, may_have_copies
+from etl.ingest.copies import (
+    copy_facts,
+    copy_order,
+    deduplication_key,
+    is_dropped_copy,
+    is_late,
+    may_have_copies,
+)
 from etl.ingest.corrupt_files import find_corrupt_files
 from etl.ingest.file_discovery import RawSelection
 from etl.ingest.named_events import lookup_days, with_named_fields
@@ -252,20 +259,24 @@ def deduplicate_events(
     Copies share an event ID within a log (across logs with `shared_event_ids`); impressions are
     copies if they share an impression ID.
     """
-    spec = lake.spec
-    events = events.withColumn("deduplication_key", deduplication_key(spec))
-    order = Window.partitionBy("deduplication_key").orderBy(*copy_order(spec))
-    first = events.withColumn("copy", F.row_number().over(order)).filter("copy = 1").drop("copy")
-    versions = {}
+    spec, key, versions = lake.spec, deduplication_key(lake.spec).alias("deduplication_key"), {}
+    rows = events.select("*", key, F.lit(True).alias("is_new"))
     for schema in (schemas.events(spec), schemas.excluded_events(spec)):
         if lake.exists(schema.name):
             versions[schema.name] = lake.version(schema.name)
-            rows = spark_io.read_table(lake, schema, versions[schema.name])
-            earlier = rows.filter(may_have_copies(spec, days[0])).select(
-                deduplication_key(spec).alias("deduplication_key")
-            )
-            first = first.join(earlier, "deduplication_key", "left_anti")
-    return first.drop("deduplication_key"), versions
+            stored = spark_io.read_table(lake, schema, versions[schema.name])
+            stored = stored.filter(may_have_copies(spec, days[0]))
+            stored = stored.select(key, "day", "event_ts", F.lit(False).alias("is_new"))
+            rows = rows.unionByName(stored, allowMissingColumns=True)
+    in_order = Window.partitionBy("deduplication_key").orderBy(*copy_order(spec))
+    is_later_on_day = F.col("is_new") & (F.lag("day").over(in_order) == F.col("day"))
+    rows = rows.withColumn("is_later_on_day", F.coalesce(is_later_on_day, F.lit(False)))
+    facts = copy_facts(spec, F.col("event_ts"), F.col("is_new"))
+    rows = rows.filter("NOT is_later_on_day").withColumn("facts", facts)
+    before = in_order.rowsBetween(Window.unboundedPreceding, -1)
+    earlier = F.collect_list("facts").over(before)
+    rows = rows.withColumn("is_dropped", is_dropped_copy(F.col("facts"), earlier))
+    return rows.filter("is_new AND NOT is_dropped").select(events.columns), versions
 
 
 def exclude_events(
