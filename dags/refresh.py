@@ -4,6 +4,7 @@ It runs the steps of a daily run again for a day that is not over, by the hour o
 run of the whole day replaces its tables afterwards.
 """
 
+from dataclasses import replace
 from datetime import date, timedelta
 
 from dags.advertiser_steps import audience_steps, roi_steps
@@ -27,6 +28,7 @@ from etl.ingest.arrival import (
 from etl.spec import DataSpec
 from etl.spec.base import StrictModel
 from etl.spec.units import date_range
+from etl.tables import step_state
 from etl.tables.day_order import first_unfinished_day
 from etl.tables.uri import resolve_uri
 
@@ -106,7 +108,8 @@ def refresh_flags(plan: RefreshPlan) -> ModelFlags:
 def refresh_steps(spec: DataSpec, paths: PipelinePaths, plan: RefreshPlan) -> list[Step]:
     """The steps of a refresh in order; the values of its plan may be templates.
 
-    Late reports of earlier days are loaded, too, because their files are recorded as read and the
+    Their states do not replace those of a `gemline run`, which can go on after a refresh. Late
+    reports of earlier days are loaded, too, because their files are recorded as read and the
     next daily run skips them. Models are fitted to them by that run.
     """
     flags = refresh_flags(plan)
@@ -116,7 +119,7 @@ def refresh_steps(spec: DataSpec, paths: PipelinePaths, plan: RefreshPlan) -> li
         *roi_steps(spec, paths, flags.teacher_days, flags.data_until, raw_flags),
     ]
     refits = [surface_step(REFIT_RANKER, paths, flags, surface) for surface in plan.surfaces]
-    return [
+    steps = [
         *data_steps(spec, paths, flags.teacher_days, flags.data_until, raw_flags),
         statistics_step(paths, flags.teacher_days),
         *(step for step in of_advertisers if step.engine == "spark"),
@@ -124,3 +127,4 @@ def refresh_steps(spec: DataSpec, paths: PipelinePaths, plan: RefreshPlan) -> li
         *refits,
         *([feature_store_step(spec, paths, flags)] if refits else []),
     ]
+    return [replace(step, state_name=f"{step_state.REFRESH_PREFIX}{step.name}") for step in steps]

@@ -28,7 +28,7 @@ from etl.tables.uri import StoragePath, local_cache_path, resolve_uri
 
 def is_up_to_date(spec: DataSpec, paths: PipelinePaths, steps: Sequence[Step], step: Step) -> bool:
     """Whether a step finished with its current inputs, and its outputs exist."""
-    record = step_state.read_step_state(paths.lake, step.name)
+    record = step_state.read_step_state(paths.lake, step.recorded_name)
     if record is None or record.input_fingerprint != input_fingerprint(spec, paths, steps, step):
         return False
     return all(_output_path(paths.lake, name).exists() for name in step.writes)
@@ -47,7 +47,7 @@ def input_fingerprint(
     run_ids = {}
     for other in steps:
         if set(other.writes) & set(step.reads):
-            record = step_state.read_step_state(paths.lake, other.name)
+            record = step_state.read_step_state(paths.lake, other.recorded_name)
             run_ids[other.name] = record.run_id if record else None
     facts: dict[str, object] = {
         "command": step.command,
@@ -92,10 +92,11 @@ def carry_over_step_states(
     rebuilt run again nevertheless: see `pending_steps`.
     """
     for step in steps:
-        record = step_state.read_step_state(paths.lake, step.name)
+        record = step_state.read_step_state(paths.lake, step.recorded_name)
         if record and step.name in finished and set(step.writes) <= set(kept_tables):
             fingerprint = input_fingerprint(spec, paths, steps, step)
-            step_state.write_step_state(paths.lake, step.name, fingerprint, record.seconds)
+            seconds = record.seconds
+            step_state.write_step_state(paths.lake, step.recorded_name, fingerprint, seconds)
 
 
 PLAN_ADAPTER = TypeAdapter(tuple[PipelinePaths, list[Step]])
@@ -158,5 +159,6 @@ def run_steps(plan: Path, names: Sequence[str]) -> int:
         code = main(step.command)
         if code:
             return code
-        step_state.write_step_state(paths.lake, step.name, fingerprint, time.monotonic() - start)
+        seconds = time.monotonic() - start
+        step_state.write_step_state(paths.lake, step.recorded_name, fingerprint, seconds)
     return 0

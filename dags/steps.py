@@ -23,7 +23,8 @@ class Step:
     """A command of `gemline`, with what it reads and writes as paths below the lake, or `raw`.
 
     `surface` is the ad surface of a step that runs once per surface. A step that `is_distributed`
-    may run in several processes, on several machines.
+    may run in several processes, on several machines. Its state is recorded as `state_name`, if
+    that is given, instead of its name.
     """
 
     name: str
@@ -33,6 +34,12 @@ class Step:
     writes: tuple[str, ...]
     surface: str | None = None
     is_distributed: bool = False
+    state_name: str = ""
+
+    @property
+    def recorded_name(self) -> str:
+        """The name under which the lake records that the step has finished."""
+        return self.state_name or self.name
 
 
 def split_flags(option: str, text: str) -> tuple[str, ...]:

@@ -80,15 +80,21 @@ def _release_records(
     valid, invalid = records.filter("reasons = ''"), records.filter("reasons != ''")
     first_day = _first_valid_day(records)
     if before:  # an interrupted run has changed tables, too, and the next may find nothing to do
-        step_state.renew_run_id(lake.root, "ingest")
+        _renew_ingest(lake)
     if first_day:
         _add_events(lake, valid, (first_day, days[1]))
     write_quarantine(lake, lake.spec.log_sources, invalid, days)
     write_ingest_metrics(lake, _recompute_metrics(lake, days, before, after), days)
     if not before:
         raise UserError(f"no record of {days[0]} to {days[1]} is in quarantine in {lake.root}")
-    step_state.renew_run_id(lake.root, "ingest")  # a step may have read tables between the writes
+    _renew_ingest(lake)  # a step may have read tables between the writes
     return {"released": valid.count(), "still quarantined": invalid.count()}
+
+
+def _renew_ingest(lake: Lake) -> None:
+    """Let the steps that read what ingest wrote run again, also those of a refresh."""
+    for name in ("ingest", f"{step_state.REFRESH_PREFIX}ingest"):
+        step_state.renew_run_id(lake.root, name)
 
 
 def _add_events(lake: Lake, valid: DataFrame, days: DayRange) -> None:

@@ -17,6 +17,7 @@ from etl.tables.uri import StoragePath, list_matching, read_text_if_exists, reso
 
 STEPS_FOLDER = "_pipeline", "steps"
 PINS_FOLDER = "_pipeline", "pins"
+REFRESH_PREFIX = "refresh-"  # of the names of the steps of a refresh
 log = logging.getLogger(__name__)
 
 

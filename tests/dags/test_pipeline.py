@@ -2,13 +2,14 @@
 
 import shutil
 from collections.abc import Iterable
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
 
 from dags.commands import RunArgs
 from dags.pipeline import latest_mature_split, pipeline_steps
+from dags.refresh import RefreshPlan, refresh_steps
 from dags.runner import input_fingerprint, is_up_to_date, pending_steps, raw_file_states
 from dags.steps import RAW_SOURCE_KINDS, PipelinePaths, Step, earlier_steps
 from etl.cli.runner import DayArgs
@@ -111,7 +112,7 @@ def finish(spec: DataSpec, paths: PipelinePaths, steps: Iterable[Step]) -> None:
     all_steps = list(steps)
     for step in all_steps:
         fingerprint = input_fingerprint(spec, paths, all_steps, step)
-        step_state.write_step_state(paths.lake, step.name, fingerprint, 1.0)
+        step_state.write_step_state(paths.lake, step.recorded_name, fingerprint, 1.0)
         for name in step.writes:
             Path(paths.lake, name).mkdir(parents=True, exist_ok=True)
 
@@ -155,6 +156,22 @@ def test_steps_that_read_a_changed_step_run_again(
     assert [step.name for step in pending_steps(spec, paths, steps)] == ["report"]
     assert names[:3] == ["gem", "teacher_predictions", "evaluate"] and names[-1] == "report"
     assert "baseline" not in names and "examples" not in names
+
+
+def test_a_run_goes_on_after_a_refresh_of_the_next_day(
+    tmp_path: Path, raw: Path, spec_path: Path
+) -> None:
+    spec = load_spec(spec_path)
+    paths = PipelinePaths(spec_path, str(raw), str(tmp_path))
+    steps = pipeline_steps(spec, paths, short_split(spec))
+    finish(spec, paths, steps)
+    end = f"{LAST + timedelta(days=1)}T12:00+00:00"
+    days = f"{LAST}:{LAST + timedelta(days=1)}"
+    plan = RefreshPlan(days=days, data_until=end, missing_sources="", surfaces=())
+    refresh = refresh_steps(spec, paths, plan)
+    assert pending_steps(spec, paths, refresh) == refresh
+    finish(spec, paths, refresh)
+    assert pending_steps(spec, paths, refresh) == pending_steps(spec, paths, steps) == []
 
 
 def test_only_raw_files_of_the_days_of_a_run_count(
