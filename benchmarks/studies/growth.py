@@ -2,7 +2,7 @@
 
 Without `--work` the committed figures are printed. With it, a lake is aged by runs on small
 simulated days: all steps that need no trained model, and the feature store. Days up to the first
-compared age and shortly before the others are run one by one, the rest two weeks at a time. Each
+compared age and shortly before the others are run one by one, the rest four weeks at a time. Each
 step is measured; a study that is interrupted goes on after the last measured run.
 """
 
@@ -33,8 +33,8 @@ SIMULATOR = ROOT / "conf" / "simulator" / "growth.yaml"
 FIRST_DAY = date(2025, 1, 1)
 AGES = (30, 90, 365)  # days
 MEASURED_DAYS = 7  # that end at an age: snapshots are made once a week
-DAILY_RUNS = 9  # before an age: the first ones follow a run of two weeks
-LONGEST_RUN = 14  # days of a run of which no day is compared
+DAILY_RUNS = 9  # before an age: the first ones follow a longer run
+LONGEST_RUN = 28  # days of a run of which no day is compared
 MIN_CPU_SECONDS = 5.0  # steps below are too short to compare their CPU time
 GOALS = {"worst_step_ratio": "<= 1.15"}
 RESULT = RESULTS / "growth.json"

@@ -337,10 +337,10 @@ WIDE_LOG = """
 def test_reprocessing_a_wide_record_leaves_its_stored_events_and_its_other_outcomes_as_they_are(
     spark: object, tmp_path: Path
 ) -> None:
-    """Quarantine has the record once for each invalid outcome: here, those of a later day."""
+    """Quarantine has the record once for each invalid outcome: here, those of five days later."""
     declarations = SPEC.partition("  log:\n")[0].replace("objectives:", "  look: {}\nobjectives:")
     lake = lake_of(tmp_path, declarations + WIDE_LOG.removeprefix("\n"))
-    later = {"clicked": 1, "looked": 1, "click_after": DAY_MS, "look_after": DAY_MS}
+    later = {"clicked": 1, "looked": 1, "click_after": 5 * DAY_MS, "look_after": 5 * DAY_MS}
     put(tmp_path, "log.json", "\n".join([line("g"), line("b", **later)]).encode())
     ingest(lake, str(tmp_path / "raw"), FIRST_DAY_ONLY)
     before = {name: rows(lake, name) for name in ("events", "quarantine", "ingest_metrics")}
