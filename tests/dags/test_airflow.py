@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from dags.commands import AirflowArgs, _stored_days
 from dags.orchestration.standalone import (
     AirflowProcesses,
     api_request,
@@ -21,7 +22,7 @@ from dags.orchestration.standalone import (
 )
 from etl.errors import TemporaryError
 from etl.spec.effects import ADVERTISER_TABLES
-from etl.spec.units import MICROS
+from etl.spec.units import MICROS, DayRange
 from etl.tables import lease, step_state
 from etl.tables.lake import Lake
 from ranking.registry.manifest import read_manifest
@@ -67,6 +68,17 @@ def airflow(tmp_path: Path, spec_path: Path, raw: Path) -> Iterator[RunningAirfl
     finally:
         for processes in running:
             processes.stop()
+
+
+def test_rankers_train_on_the_days_that_earlier_calls_have_run(
+    spark: object, lake: Lake, spec_path: Path, raw: Path, tmp_path: Path
+) -> None:
+    def days_stored(root: str) -> list[DayRange]:
+        days = (str(LAST + timedelta(days=1)),)
+        return _stored_days(AirflowArgs(spec=spec_path, lake=root, raw=str(raw), days=days))
+
+    assert days_stored(lake.root) == [(FIRST, LAST)]
+    assert days_stored(str(tmp_path / "new")) == []
 
 
 def test_watching_ends_with_an_error_when_a_process_has_ended(tmp_path: Path) -> None:
