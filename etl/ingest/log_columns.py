@@ -15,7 +15,9 @@ LogSource = EventLogSource | ImpressionLogSource
 def read_log_records(spec: DataSpec, log: LogSource, selection: RawSelection) -> DataFrame:
     """Raw records of a log in the selected files; see `read_raw_records`."""
     columns, required = logged_columns(spec, log), required_columns(log)
-    return read_raw_records(log, selection, columns, required, optional_columns(spec, log))
+    return read_raw_records(
+        log, selection, columns, required, columns_that_files_may_lack(spec, log)
+    )
 
 
 def required_columns(log: LogSource) -> list[str]:
@@ -32,8 +34,8 @@ def logged_columns(spec: DataSpec, log: LogSource) -> list[str]:
     return [*_source_columns(log), *_attribute_columns(spec)]
 
 
-def optional_columns(spec: DataSpec, log: LogSource) -> set[str]:
-    """Raw columns that no file needs to have: attributes, in a log without impressions."""
+def columns_that_files_may_lack(spec: DataSpec, log: LogSource) -> set[str]:
+    """Raw columns of attributes, in a log without impressions; none in others."""
     if spec.impression_type in spec.event_types_of(log):
         return set()
     return {*_attribute_columns(spec)} - {*_source_columns(log)}
