@@ -1,11 +1,12 @@
 """Reprocessing of quarantined records after the spec or the code has been corrected."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import date
 from typing import Any
 
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from etl.erasure.erased_users import mark_erased_events
@@ -52,7 +53,7 @@ def reprocess_quarantine(lake: Lake, days: DayRange) -> dict[str, int]:
     )
     records = _normalize_quarantined(lake.spec, quarantined, days)
     records = _without_stored_events(lake, records, days)
-    with spark_io.cached(records) as records:
+    with _without_nested_pruning(), spark_io.cached(records) as records:
         # Events that name an unknown one are still valid here: the day may be earlier than needed.
         first_day = _first_valid_day(records) or days[1]
         stored_days = lookup_days(lake.spec, (first_day, days[1]))[0], days[1]
@@ -60,6 +61,22 @@ def reprocess_quarantine(lake: Lake, days: DayRange) -> dict[str, int]:
             # An erasure may have missed a record whose user could not be read.
             completed = mark_erased_events(lake, named, "line").filter("reasons IS NOT NULL")
             return _release_records(lake, days, quarantined, completed)
+
+
+@contextmanager
+def _without_nested_pruning() -> Iterator[None]:
+    """Read structs with all fields in the context.
+
+    Spark 4.2 fails where it prunes those of a record that was parsed from its payload and exploded
+    into its outcomes: it also prunes a column that is needed.
+    """
+    settings, name = SparkSession.active().conf, "spark.sql.optimizer.nestedSchemaPruning.enabled"
+    before = settings.get(name)
+    settings.set(name, "false")
+    try:
+        yield
+    finally:
+        settings.set(name, before)
 
 
 def _first_valid_day(records: DataFrame) -> date | None:
