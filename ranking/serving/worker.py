@@ -241,14 +241,18 @@ def requested_context(
 def posted_valid_from(spec: DataSpec, entity: EntryKind, stated_ms: int | None, now: int) -> int:
     """The time (µs) from which a posted version is valid, with the delay of its source as offline.
 
-    It is the stated time in milliseconds, by default `now` (µs), plus the largest `delay` of the
-    sources that provide attributes of the entity. Raises UserError if the time is implausible.
+    It is the stated time in milliseconds, by default `now` (µs), but not before the current day
+    began unless all sources of the entity's attributes are static, plus their largest `delay`.
+    Raises UserError if the stated time is implausible.
     """
     valid_from = now if stated_ms is None else stated_ms * MICROS["ms"]
     validate_valid_from(valid_from, now)
-    sources = spec.sources.values()
-    delays = (s.delay for s in sources if isinstance(s, AttributeSource) and s.entity == entity)
-    return valid_from + max(delays, default=0) * MICROS["s"]
+    declared = spec.sources.values()
+    sources = [s for s in declared if isinstance(s, AttributeSource) and s.entity == entity]
+    if not all(source.static for source in sources):
+        today = spec.day_of(now // MICROS["s"])
+        valid_from = max(valid_from, spec.day_start(today) * MICROS["s"])
+    return valid_from + max((source.delay for source in sources), default=0) * MICROS["s"]
 
 
 def posted_event(

@@ -23,6 +23,7 @@ from etl.errors import UserError
 from etl.spec import load_spec
 from etl.spec.model import DataSpec
 from etl.spec.sources import provides_attributes_of
+from etl.spec.units import DAY
 from gemline import main
 from ranking.feature_store import storage
 from ranking.feature_store.fetch import FeatureFetcher
@@ -402,3 +403,28 @@ def test_a_posted_version_is_valid_after_the_delay_of_its_source(lake_spec: Data
     assert posted_valid_from(spec, "item", None, now) == now + 3600 * 10**6
     assert posted_valid_from(spec, "item", LONG_AGO // 1000, now) == LONG_AGO + 3600 * 10**6
     assert posted_valid_from(spec, "user", None, now) == now
+def test_a_posted_version_is_valid_from_the_day_of_the_post_unless_its_source_is_static(
+    lake_spec: DataSpec,
+) -> None:
+    """As in the tables: etl/attributes.py."""
+    stated, now = LONG_AGO - 30 * DAY * 10**6, LONG_AGO
+    day_start = lake_spec.day_start(lake_spec.day_of(now // 10**6)) * 10**6
+    assert posted_valid_from(lake_spec, "item", stated // 1000, now) == day_start
+    sources = {
+        name: source.model_copy(update={"delay": 3600, "static": True})
+        if provides_attributes_of(source, "item")
+        else source
+        for name, source in lake_spec.sources.items()
+    }
+    static = lake_spec.model_copy(update={"sources": sources})
+    assert posted_valid_from(static, "item", stated // 1000, now) == stated + 3600 * 10**6
+    assert posted_valid_from(static, "user", stated // 1000, now) == day_start
+
+
+def test_a_posted_bid_with_an_early_valid_from_replaces_the_bid_of_the_tables(
+    client: TestClient,
+) -> None:
+    (before,) = rank_items(client, "ad-1")["ranking"]
+    post_item(client, "ad-1", -1, bid=9)
+    (after,) = rank_items(client, "ad-1")["ranking"]
+    assert after["expected_value"] == pytest.approx(9 * before["expected_value"], rel=1e-3)
