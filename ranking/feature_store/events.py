@@ -87,8 +87,12 @@ def validate_event(spec: DataSpec, event: Event) -> None:
             f"event {event.event_id} has the event time {event.event_ts} µs: before 2000, or in "
             "the future"
         )
-    if event.ingest_ts - event.event_ts > spec.allowed_lateness * MICROS["s"]:
-        raise UserError(f"event {event.event_id} is later than the spec's allowed_lateness")
+    ingest_day = spec.day_of(event.ingest_ts // MICROS["s"])
+    if event.event_ts < (spec.day_start(ingest_day) - spec.allowed_lateness) * MICROS["s"]:
+        raise UserError(
+            f"event {event.event_id} occurred more than the spec's allowed_lateness before its "
+            "day of ingest began"
+        )
     context_key_values_of_event(spec, event.context, event.event_ts // MICROS["s"])
     distinct_values_of_event(spec, event.attributes)
     for aggregation in spec.counters.numeric_aggregations:
