@@ -175,6 +175,23 @@ def test_an_erasure_removes_a_store_of_an_earlier_spec_that_cannot_be_rebuilt(
     assert not {found for found in traces(Path(own.root), [user]) if "feature_store" in found}
 
 
+def test_an_erasure_removes_a_damaged_store(
+    spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until when it has data cannot be read: it is not built again."""
+    lake = Lake(str(tmp_path), load_spec(spec_path))
+    store = tmp_path / "feature_store" / "one"
+    store.mkdir(parents=True)
+    (store / "data.mdb").write_bytes(b"no store of user-1")
+    feature_store_pointer(lake.root).promote("one")
+    for _ in range(2):  # it can be repeated
+        _erase_from_feature_store(lake, ["user-1"], 0)
+    output = capsys.readouterr().out
+    assert "the feature store was removed and could not be built: the feature store in" in output
+    assert "is damaged: run `gemline rank materialize` again" in output
+    assert not store.parent.exists()
+
+
 def test_files_with_predictions_are_erased_also_those_of_domains(complete_lake: Lake) -> None:
     lake, path = complete_lake, f"models/domains/video/{LAST}.parquet"
     examples = arrow.snapshot(lake, schemas.examples(lake.spec))

@@ -383,6 +383,12 @@ def test_an_event_is_refused_as_late_exactly_where_ingest_excludes_it(
         validate_event(spec, event)
 
 
+def test_a_damaged_store_is_refused_with_what_to_do(lake_spec: DataSpec, tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").write_bytes(b"no store")
+    with pytest.raises(UserError, match="is damaged: run `gemline rank materialize` again"):
+        open_store(tmp_path, lake_spec)
+
+
 def test_a_missing_store_or_one_of_another_spec_is_refused(lake: Lake, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="run `gemline rank materialize` first"):
         open_store(tmp_path / "nowhere", lake.spec)
