@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Lock
 from typing import TypeVar
 
 from prometheus_client import Counter
@@ -30,9 +31,9 @@ from ranking.feature_store.request import (
     check_event_attribute_names,
 )
 from ranking.feature_store.store import FeatureStore
-from ranking.feature_store.wal import EntryKind, FeatureStoreHandle, WalEntry
+from ranking.feature_store.wal import EntryKind, FeatureStoreHandle, WalEntry, apply_wal
 from ranking.serving.admission import BodyBuffer, WorkQueue
-from ranking.serving.loaded_rankers import LoadedRankers, error_message
+from ranking.serving.loaded_rankers import LoadedRankers, RankersBySurface, error_message
 from ranking.serving.rank import rank_request
 from ranking.serving.schemas import (
     EventPayload,
@@ -115,6 +116,7 @@ class Worker:
             settings.lake, self.feature_store.store.metadata, settings.use_compiled
         )
         self.committer = GroupCommit(self.feature_store.write)
+        self._handover_lock = Lock()  # a store and its rankers are replaced together
         self.work_queue, self.body_buffer = WorkQueue(settings.limits), BodyBuffer(settings.limits)
         self.feature_store_error: str | None = None
 
@@ -148,13 +150,29 @@ class Worker:
         finally:
             if rankers is None:
                 newer.close()
-        self.rankers.replace(rankers)  # between the same two requests as the store
-        old = self.feature_store.handover(newer)
+        old = await self.committer.run_in_thread(partial(self._hand_over, newer, rankers))
+        # Requests are ranked on this event loop: none reads the old store any more.
         await self.committer.run_in_thread(old.close)
+
+    def _hand_over(self, newer: FeatureStore, rankers: RankersBySurface) -> FeatureStore:
+        """Switch to a newer store and rankers that fit it; returns the old store.
+
+        It runs between two commits, so that the newer store has all that was acknowledged.
+        """
+        try:
+            apply_wal(newer, self.feature_store.wal)
+        except BaseException:
+            newer.close()
+            raise
+        with self._handover_lock:
+            self.rankers.replace(rankers)
+            return self.feature_store.handover(newer)
 
     def rank(self, body: RankRequestBody) -> RankResponse:
         """Rank the candidates of a request as of now."""
-        ranker = self.rankers.for_surface(body.surface)
+        with self._handover_lock:
+            ranker = self.rankers.for_surface(body.surface)
+            store = self.feature_store.store
         request = RankRequest(
             user=body.user,
             surface=body.surface,
@@ -162,7 +180,7 @@ class Worker:
             context=requested_context(self.spec, body),
             as_of=self.settings.now_us() // MICROS["s"],
         )
-        return rank_request(ranker, self.feature_store.store, self.spec, request)
+        return rank_request(ranker, store, self.spec, request)
 
     async def ingest_events(self, body: EventsRequest) -> EventsResponse:
         """Commit events, all or none of them."""
