@@ -24,7 +24,7 @@ from etl.tables.code_registry import assign_codes, read_codes
 from etl.tables.declared_columns import counted_columns
 from ranking.feature_store.attributes import AttributeVersion, validate_valid_from, validate_version
 from ranking.feature_store.encoded_attributes import AttributeValues
-from ranking.feature_store.events import Event, validate_event
+from ranking.feature_store.events import Event, are_ids_by_log, validate_event
 from ranking.feature_store.request import (
     RankRequest,
     check_context_names,
@@ -299,4 +299,17 @@ def posted_event(
         attributes={
             name: value for name, value in payload.attributes.items() if f"event_{name}" in counted
         },
+        log=posted_log(spec, payload),
     )
+
+
+def posted_log(spec: DataSpec, payload: EventPayload) -> str | None:
+    """The log in which the id of an event is unique; None if it is unique in all, or not stated.
+
+    Raises UserError if `source` is no log of events.
+    """
+    if payload.source is not None and payload.source not in spec.log_sources:
+        known = ", ".join(spec.log_sources)
+        raise UserError(f"{payload.source} is no log of events; there is {known}")
+    is_by_log = are_ids_by_log(spec) and payload.type != spec.impression_type
+    return payload.source if is_by_log else None
