@@ -6,7 +6,6 @@ from datetime import date, timedelta
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from pyspark.sql import functions as F
 
 from etl.errors import UserError
@@ -21,6 +20,7 @@ from features.history.codec import (
     delta_encode,
     split_byte_planes,
 )
+from features.history.compacted import compacted_until
 from features.ragged import concat_ranges, regroup_batches, run_starts
 from features.schema import counter_horizon_days
 
@@ -108,16 +108,6 @@ def require_rebuildable(lake: Lake, days: DayRange) -> None:
             f"apart from the other days; build {first_day}:{until}, also with later days, or days "
             f"after {until}"
         )
-
-
-def compacted_until(lake: Lake) -> date | None:
-    """The day up to which histories are compacted, from the table's log alone; None if not."""
-    if not lake.exists("history"):
-        return None
-    files = lake.add_actions("history")
-    has_chunks = pc.greater(files["num_records"], pc.fill_null(files["null_count.chunk"], 0))
-    until: date | None = pc.max(files.filter(has_chunks)["partition.day"]).as_py()
-    return until
 
 
 def compact_partition(

@@ -8,7 +8,8 @@ from pyspark.sql import functions as F
 from etl.tables import schemas, spark_io, user_schemas
 from etl.tables.lake import Lake
 from etl.tables.weekly_snapshots import build_snapshots
-from features.history.compact import compacted_until, require_not_compacted
+from features.history.compact import require_not_compacted
+from features.history.compacted import compacted_until
 
 
 def build_event_counts(lake: Lake, first_day: date) -> None:

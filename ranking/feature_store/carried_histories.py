@@ -2,17 +2,19 @@
 
 Days that have been written again are read again, with earlier days whose events became visible
 since. The events of all days are read only if there is no earlier store, if it was built with
-another history length or spec, if its first day was written again, or if histories of it lack
-events that it has dropped.
+another history length or spec, if its first day was written again, if histories were compacted
+since, or if histories of it lack events that it has dropped. Events that compaction has dropped
+from the tables are left out.
 """
 
 import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import cast
@@ -26,14 +28,22 @@ from etl.errors import UserError
 from etl.tables.arrow import Snapshot
 from etl.tables.lake import Lake
 from features.history.codec import quantize_dwell
-from ranking.feature_store.histories import merge_rows, read_rows
+from features.history.compacted import compacted_histories, first_events
+from ranking.feature_store.histories import merge_rows, read_rows, without_dropped
 from ranking.feature_store.items import registered_item_records
-from ranking.feature_store.storage import HISTORY_DTYPE, KeyValuePairs, group_rows, storage_keys
+from ranking.feature_store.storage import (
+    HISTORY_DTYPE,
+    KeyValuePairs,
+    group_rows,
+    storage_key,
+    storage_keys,
+)
 from ranking.feature_store.store import FeatureStore, open_store
 
 log = logging.getLogger(__name__)
 USERS_PER_TRANSACTION = 1000
 FINGERPRINTS_KEY = b"history fingerprints"  # by day
+COMPACTION_KEY = b"compacted histories"  # their fingerprint
 
 
 @dataclass(frozen=True)
@@ -77,12 +87,14 @@ class HistoryBuilder:
             with self.store.write_transaction() as txn:
                 txn.clear("history")
             all_numbered = self._add_final_days(NOTHING_CARRIED)
+        self._leave_out_dropped_events()
         for bucket in range(self.lake.spec.buckets):
             self._add_events("recent_history", [self.data_until_day], bucket)
         if all_numbered:
             fingerprints = json.dumps(self._fingerprints(self.data_until_day)).encode()
             with self.store.write_transaction() as txn:
                 txn.put("meta", FINGERPRINTS_KEY, fingerprints)
+                txn.put("meta", COMPACTION_KEY, self._compaction_fingerprint)
 
     def _add_final_days(self, carried: CarriedHistories) -> bool:
         """Add the events that copied histories lack; returns whether all items have an index."""
@@ -91,6 +103,33 @@ class HistoryBuilder:
         buckets = range(self.lake.spec.buckets)
         numbered = [self._add_events("history", days, b, carried.missing_from) for b in buckets]
         return all(numbered)
+
+    def _leave_out_dropped_events(self) -> None:
+        """Remove the events that compaction has dropped, which offline features lack, too."""
+        if self._compacted is None:
+            return
+        for bucket in range(self.lake.spec.buckets):
+            first = first_events(self._compacted, bucket, self.store.histories.event_codes)
+            columns = first.users.to_pylist(), first.visible_ts, first.num_events
+            with self.store.write_transaction() as txn:
+                for user, visible_ts, num_events in zip(*columns, strict=True):
+                    key = storage_key(user)
+                    rows = read_rows(txn, "history", key)
+                    kept = without_dropped(rows, visible_ts, num_events)
+                    if not len(kept):
+                        txn.delete("history", key)
+                    elif len(kept) < len(rows):
+                        txn.put("history", key, kept.tobytes())
+
+    @cached_property
+    def _compacted(self) -> Snapshot | None:
+        return compacted_histories(self.lake, self.data_until_day)
+
+    @property
+    def _compaction_fingerprint(self) -> bytes:
+        """Identifies the compacted histories by their files; empty without any."""
+        files = self._compacted.files if self._compacted else ()
+        return _fingerprint(path for path, _ in files).encode() if files else b""
 
     def _lack_events(self, users: Sequence[bytes]) -> bool:
         """Whether the histories of some users are shorter than histories that dropped events."""
@@ -141,8 +180,11 @@ class HistoryBuilder:
             raise UserError("it has later events")
         with earlier.read_transaction() as txn:
             stored = txn.get("meta", FINGERPRINTS_KEY)
+            compaction = txn.get("meta", COMPACTION_KEY)
         if not stored:
             raise UserError("it does not record what it was built from")
+        if compaction != self._compaction_fingerprint:
+            raise UserError("histories were compacted or built again since")
         before, now = json.loads(stored), self._fingerprints(end)
         days = sorted(before.keys() | now.keys())
         changed = [day for day in days if before.get(day) != now.get(day)]
@@ -179,10 +221,7 @@ class HistoryBuilder:
             for path, partition in table.files:
                 if cast(date, partition["day"]) < end:
                     paths[str(partition["day"])].append(path)
-        return {
-            day: hashlib.sha256("\n".join(sorted(files)).encode()).hexdigest()[:16]
-            for day, files in paths.items()
-        }
+        return {day: _fingerprint(files) for day, files in paths.items()}
 
     def _add_events(
         self, table: str, days: Sequence[date], bucket: int, visible_from: int = 0
@@ -210,6 +249,10 @@ class HistoryBuilder:
                 pairs.append((key, retained.tobytes()))
             txn.put_many(table, pairs)
         return bool((rows["item"] < self.store.metadata.num_items).all())
+
+
+def _fingerprint(paths: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(paths)).encode()).hexdigest()[:16]
 
 
 def history_rows(store: FeatureStore, events: pa.Table) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Writes events into a feature store: an event extends its user's history and counters."""
 
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import numpy as np
 
@@ -34,7 +35,8 @@ class Event:
     """One event, by the names of the spec; times in µs.
 
     `context` has the logged attributes of the context that counters read, and `attributes` those
-    of the event.
+    of the event. `log` is the log in which the id is unique; without it, the id counts as that of
+    any event of its type.
     """
 
     event_id: str
@@ -48,6 +50,12 @@ class Event:
     value: float | None = None
     context: AttributeValues = field(default_factory=dict)
     attributes: AttributeValues = field(default_factory=dict)
+    log: str | None = None
+
+    @property
+    def id_keys(self) -> list[bytes]:
+        """The deduplication keys of the event; the last identifies it."""
+        return event_id_keys(self.type, self.event_id, self.log)
 
     def number(self, name: str) -> float | None:
         """The dwell, the value, or a numeric attribute of the event or its context.
@@ -61,6 +69,22 @@ class Event:
             return self.value
         raw = self.attributes.get(name, self.context.get(name))
         return validated_float(f"{name} of event {self.event_id}", raw)
+
+
+def event_id_keys(type_: str, event_id: str, log: str | None) -> list[bytes]:
+    """The deduplication keys of an event id, which is unique only among events of its type.
+
+    The first is that of the id in any log, the last that of the id in its log, if one is given.
+    """
+    texts = [f"{type_}\x1f{event_id}"]
+    if log is not None:
+        texts.append(f"{log}\x1e{texts[0]}")
+    return [blake2b(text.encode(), digest_size=8).digest() for text in texts]
+
+
+def are_ids_by_log(spec: DataSpec) -> bool:
+    """Whether events of two logs may have the same id, as offline: see etl/ingest/copies.py."""
+    return len(spec.log_sources) > 1 and not spec.shared_event_ids
 
 
 def visible_ts(spec: DataSpec, event: Event) -> int:
@@ -87,8 +111,12 @@ def validate_event(spec: DataSpec, event: Event) -> None:
             f"event {event.event_id} has the event time {event.event_ts} µs: before 2000, or in "
             "the future"
         )
-    if event.ingest_ts - event.event_ts > spec.allowed_lateness * MICROS["s"]:
-        raise UserError(f"event {event.event_id} is later than the spec's allowed_lateness")
+    ingest_day = spec.day_of(event.ingest_ts // MICROS["s"])
+    if event.event_ts < (spec.day_start(ingest_day) - spec.allowed_lateness) * MICROS["s"]:
+        raise UserError(
+            f"event {event.event_id} occurred more than the spec's allowed_lateness before its "
+            "day of ingest began"
+        )
     context_key_values_of_event(spec, event.context, event.event_ts // MICROS["s"])
     distinct_values_of_event(spec, event.attributes)
     for aggregation in spec.counters.numeric_aggregations:

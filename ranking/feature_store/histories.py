@@ -59,6 +59,15 @@ def read_rows(txn: Txn, table: str, user_key: bytes) -> np.ndarray:
     return np.frombuffer(txn.get(table, user_key), HISTORY_DTYPE)
 
 
+def without_dropped(rows: np.ndarray, first_ts: int, num_at_first: int) -> np.ndarray:
+    """The rows (N) of a user after those that compaction has dropped.
+
+    They begin with the last `num_at_first` of those that became visible in the second `first_ts`.
+    """
+    begin, end = (int(np.searchsorted(rows["visible_ts"], first_ts, s)) for s in ("left", "right"))
+    return rows[max(begin, end - num_at_first) :]
+
+
 def merge_rows(rows: np.ndarray, added: np.ndarray) -> np.ndarray:
     """Rows and further ones, both sorted, in the order of visibility, event time and event id."""
     if not len(rows) or not len(added):

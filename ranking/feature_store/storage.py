@@ -28,6 +28,7 @@ MAP_SIZE_BYTES = 1 << 38  # upper bound of a database; its file grows as it is f
 MAX_READERS = 512
 DATA_FILE, USAGE_LOCK_FILE = "data.mdb", "usage.lock"  # the first as LMDB names it
 STORAGE_ERRORS = (lmdb.Error, OSError, MemoryError)  # a retry may succeed
+DAMAGE_ERRORS = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError)
 Tables = Mapping[str, Any]
 KeyValuePairs = list[tuple[bytes, bytes]]
 

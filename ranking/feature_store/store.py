@@ -14,6 +14,7 @@ from ranking.feature_store.counter_rows import COUNTER_LEVELS
 from ranking.feature_store.counters import Counters
 from ranking.feature_store.histories import HistoryRetention
 from ranking.feature_store.storage import (
+    DAMAGE_ERRORS,
     Database,
     RecordLayout,
     Txn,
@@ -107,7 +108,7 @@ def open_store(folder: Path, spec: DataSpec) -> FeatureStore:
     """Open the store of a folder.
 
     Raises:
-        UserError: There is no store, or it was built with another spec.
+        UserError: There is no store, it is damaged, or it was built with another spec.
     """
     database = _open_database(folder)
     env = database.env
@@ -133,7 +134,7 @@ def open_store(folder: Path, spec: DataSpec) -> FeatureStore:
 def read_data_until(folder: Path) -> int:
     """The second until which the store in a folder has data, with whichever spec it was built.
 
-    Raises UserError if there is no store, or another version of Gemline wrote it.
+    Raises UserError if there is no store, it is damaged, or another version of Gemline wrote it.
     """
     database = _open_database(folder)
     try:
@@ -145,7 +146,12 @@ def read_data_until(folder: Path) -> int:
 def _open_database(folder: Path) -> Database:
     if not (folder / "data.mdb").is_file():
         raise UserError(f"{folder} holds no feature store; run `gemline rank materialize` first")
-    return Database(*open_environment(folder, STORE_TABLES, metasync=False))
+    try:
+        return Database(*open_environment(folder, STORE_TABLES, metasync=False))
+    except DAMAGE_ERRORS:
+        raise UserError(
+            f"the feature store in {folder} is damaged: run `gemline rank materialize` again"
+        ) from None
 
 
 def read_metadata(store: Database) -> StoreMetadata:

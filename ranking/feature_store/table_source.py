@@ -35,6 +35,7 @@ from ranking.feature_store.counter_keys import (
     user_key_values_of_events,
 )
 from ranking.feature_store.counter_rows import COUNTER_LEVELS, CountedEvents
+from ranking.feature_store.events import are_ids_by_log, event_id_keys
 from ranking.feature_store.items import (
     NEXT_ITEM_INDEX_KEY,
     blank_item_records,
@@ -53,7 +54,6 @@ from ranking.feature_store.store import (
     MAX_REQUEST_AGE,
     FeatureStore,
 )
-from ranking.feature_store.wal import event_id_key
 from ranking.inputs.attribute_versions import readable_versions
 from training.teacher.embeddings import of_compressor
 
@@ -153,14 +153,18 @@ class TableSource:
         num_days = 2 * self.lake.spec.allowed_lateness_days + LATENESS_MARGIN_DAYS + 1
         first_day = self.data_until_day - timedelta(days=num_days)
         types = {code: name for name, code in self.lake.spec.event_codes.items()}
+        by_log = are_ids_by_log(self.lake.spec)
         excluded = arrow.snapshot(self.lake, schemas.excluded_events(self.lake.spec))
         for table in (self.events, excluded):
             for day in self._days_since(table, first_day):
-                rows = table.read(["event_id", "event_ts", "type"], day=day)
+                rows = table.read(["event_id", "event_ts", "type", "log"], day=day)
                 rows = rows.filter(pc.greater_equal(rows["event_ts"], self.store.final_before_ts))
-                ids = zip(rows["type"].to_pylist(), rows["event_id"].to_pylist(), strict=True)
-                keys = (event_id_key(types[code], id_) for code, id_ in ids)
-                yield "event_ids", [(key, KNOWN_EVENT) for key in keys]
+                ids = (rows[name].to_pylist() for name in ("type", "event_id", "log"))
+                keys = (
+                    event_id_keys(types[code], id_, log if by_log else None)
+                    for code, id_, log in zip(*ids, strict=True)
+                )
+                yield "event_ids", [(key, KNOWN_EVENT) for of_id in keys for key in of_id]
 
     def _days_since(self, table: Snapshot, first_day: date) -> list[date]:
         """The days of a table from a day on, up to the last day with data."""

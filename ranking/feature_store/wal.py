@@ -10,7 +10,6 @@ import logging
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
 from itertools import islice, takewhile
 from pathlib import Path
 from threading import Lock
@@ -162,23 +161,13 @@ def compact_wal(folder: Path) -> bool:
     return compact_environment(folder, WAL_TABLES)
 
 
-def event_key(event: Event) -> bytes:
-    """The deduplication key of an event."""
-    return event_id_key(event.type, event.event_id)
-
-
-def event_id_key(type_: str, event_id: str) -> bytes:
-    """The deduplication key of an event id, which is unique only among events of its type."""
-    return blake2b(f"{type_}\x1f{event_id}".encode(), digest_size=8).digest()
-
-
 def _append_entry(txn: Txn, entry: WalEntry, is_in_tables: Callable[[Event], bool]) -> bool:
     number = _entry_key(_last_entry_number(txn) + 1)
     if isinstance(entry.payload, Event):
-        key = event_key(entry.payload)
-        if txn.get("ids", key) or is_in_tables(entry.payload):
+        keys = entry.payload.id_keys
+        if txn.get("ids", keys[-1]) or is_in_tables(entry.payload):
             return False
-        txn.put("ids", key, number)
+        txn.put_many("ids", [(key, number) for key in keys])
     txn.put("entries", number, entry.to_json())
     txn.put("meta", LAST_ENTRY_KEY, number)
     return True
@@ -187,7 +176,9 @@ def _append_entry(txn: Txn, entry: WalEntry, is_in_tables: Callable[[Event], boo
 def _delete_entry(txn: Txn, key: bytes, entry: WalEntry) -> None:
     txn.delete("entries", key)
     if isinstance(entry.payload, Event):
-        txn.delete("ids", event_key(entry.payload))
+        for id_key in entry.payload.id_keys:
+            if txn.get("ids", id_key) == key:  # not that of a later event of another log
+                txn.delete("ids", id_key)
 
 
 def _last_entry_number(txn: Txn) -> int:
@@ -343,4 +334,4 @@ def _apply_entry(store: FeatureStore, txn: Txn, entry: WalEntry) -> None:
 
 def _is_in_tables(txn: Txn, event: Event) -> bool:
     """Whether the tables that a store was built from have an event."""
-    return bool(txn.get("event_ids", event_key(event)))
+    return bool(txn.get("event_ids", event.id_keys[-1]))

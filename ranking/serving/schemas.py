@@ -103,7 +103,8 @@ class EventPayload(BodyModel):
     """One event; `event_time` is in milliseconds since 1970, by default now.
 
     Of `context`, and of `attributes` that the spec declares under `attributes.event`, those that
-    counters read are kept; others are ignored.
+    counters read are kept; others are ignored. `source` names the log of the event, where ids are
+    unique only within a log; without it, an event is new if no log has its type and id.
     """
 
     event_id: Identifier
@@ -116,6 +117,7 @@ class EventPayload(BodyModel):
     value: FiniteFloat | None = None
     context: AttributeValues = {}
     attributes: AttributeValues = {}
+    source: Identifier | None = None
 
 
 class EventsRequest(BodyModel):

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Lock
 from typing import TypeVar
 
 from prometheus_client import Counter
@@ -23,16 +24,16 @@ from etl.tables.code_registry import assign_codes, read_codes
 from etl.tables.declared_columns import counted_columns
 from ranking.feature_store.attributes import AttributeVersion, validate_valid_from, validate_version
 from ranking.feature_store.encoded_attributes import AttributeValues
-from ranking.feature_store.events import Event, validate_event
+from ranking.feature_store.events import Event, are_ids_by_log, validate_event
 from ranking.feature_store.request import (
     RankRequest,
     check_context_names,
     check_event_attribute_names,
 )
 from ranking.feature_store.store import FeatureStore
-from ranking.feature_store.wal import EntryKind, FeatureStoreHandle, WalEntry
+from ranking.feature_store.wal import EntryKind, FeatureStoreHandle, WalEntry, apply_wal
 from ranking.serving.admission import BodyBuffer, WorkQueue
-from ranking.serving.loaded_rankers import LoadedRankers, error_message
+from ranking.serving.loaded_rankers import LoadedRankers, RankersBySurface, error_message
 from ranking.serving.rank import rank_request
 from ranking.serving.schemas import (
     EventPayload,
@@ -115,6 +116,7 @@ class Worker:
             settings.lake, self.feature_store.store.metadata, settings.use_compiled
         )
         self.committer = GroupCommit(self.feature_store.write)
+        self._handover_lock = Lock()  # a store and its rankers are replaced together
         self.work_queue, self.body_buffer = WorkQueue(settings.limits), BodyBuffer(settings.limits)
         self.feature_store_error: str | None = None
 
@@ -148,13 +150,29 @@ class Worker:
         finally:
             if rankers is None:
                 newer.close()
-        self.rankers.replace(rankers)  # between the same two requests as the store
-        old = self.feature_store.handover(newer)
+        old = await self.committer.run_in_thread(partial(self._hand_over, newer, rankers))
+        # Requests are ranked on this event loop: none reads the old store any more.
         await self.committer.run_in_thread(old.close)
+
+    def _hand_over(self, newer: FeatureStore, rankers: RankersBySurface) -> FeatureStore:
+        """Switch to a newer store and rankers that fit it; returns the old store.
+
+        It runs between two commits, so that the newer store has all that was acknowledged.
+        """
+        try:
+            apply_wal(newer, self.feature_store.wal)
+        except BaseException:
+            newer.close()
+            raise
+        with self._handover_lock:
+            self.rankers.replace(rankers)
+            return self.feature_store.handover(newer)
 
     def rank(self, body: RankRequestBody) -> RankResponse:
         """Rank the candidates of a request as of now."""
-        ranker = self.rankers.for_surface(body.surface)
+        with self._handover_lock:
+            ranker = self.rankers.for_surface(body.surface)
+            store = self.feature_store.store
         request = RankRequest(
             user=body.user,
             surface=body.surface,
@@ -162,7 +180,7 @@ class Worker:
             context=requested_context(self.spec, body),
             as_of=self.settings.now_us() // MICROS["s"],
         )
-        return rank_request(ranker, self.feature_store.store, self.spec, request)
+        return rank_request(ranker, store, self.spec, request)
 
     async def ingest_events(self, body: EventsRequest) -> EventsResponse:
         """Commit events, all or none of them."""
@@ -241,14 +259,18 @@ def requested_context(
 def posted_valid_from(spec: DataSpec, entity: EntryKind, stated_ms: int | None, now: int) -> int:
     """The time (µs) from which a posted version is valid, with the delay of its source as offline.
 
-    It is the stated time in milliseconds, by default `now` (µs), plus the largest `delay` of the
-    sources that provide attributes of the entity. Raises UserError if the time is implausible.
+    It is the stated time in milliseconds, by default `now` (µs), but not before the current day
+    began unless all sources of the entity's attributes are static, plus their largest `delay`.
+    Raises UserError if the stated time is implausible.
     """
     valid_from = now if stated_ms is None else stated_ms * MICROS["ms"]
     validate_valid_from(valid_from, now)
-    sources = spec.sources.values()
-    delays = (s.delay for s in sources if isinstance(s, AttributeSource) and s.entity == entity)
-    return valid_from + max(delays, default=0) * MICROS["s"]
+    declared = spec.sources.values()
+    sources = [s for s in declared if isinstance(s, AttributeSource) and s.entity == entity]
+    if not all(source.static for source in sources):
+        today = spec.day_of(now // MICROS["s"])
+        valid_from = max(valid_from, spec.day_start(today) * MICROS["s"])
+    return valid_from + max((source.delay for source in sources), default=0) * MICROS["s"]
 
 
 def posted_event(
@@ -277,4 +299,17 @@ def posted_event(
         attributes={
             name: value for name, value in payload.attributes.items() if f"event_{name}" in counted
         },
+        log=posted_log(spec, payload),
     )
+
+
+def posted_log(spec: DataSpec, payload: EventPayload) -> str | None:
+    """The log in which the id of an event is unique; None if it is unique in all, or not stated.
+
+    Raises UserError if `source` is no log of events.
+    """
+    if payload.source is not None and payload.source not in spec.log_sources:
+        known = ", ".join(spec.log_sources)
+        raise UserError(f"{payload.source} is no log of events; there is {known}")
+    is_by_log = are_ids_by_log(spec) and payload.type != spec.impression_type
+    return payload.source if is_by_log else None

@@ -22,10 +22,10 @@ from features.history.compact import (
     EVENTS_PER_CHUNK,
     compact_history,
     compact_users,
-    compacted_until,
     due_compaction,
     last_compactable_day,
 )
+from features.history.compacted import compacted_until
 from tests.oracle.disorder import FIRST, build_lake, generate_records
 from tests.pipeline import rows
 from tests.world import copy_of

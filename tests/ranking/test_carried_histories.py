@@ -5,7 +5,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,12 +15,15 @@ import pytest
 from etl.errors import UserError
 from etl.ingest.run import ingest
 from etl.tables.lake import Lake
+from features.history import compact
 from features.items import index_items
 from ranking.feature_store import histories
+from ranking.feature_store.consistency import check_consistency
 from ranking.feature_store.events import Event, ingest_event
 from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 from ranking.feature_store.storage import HISTORY_DTYPE
 from ranking.feature_store.store import METADATA_KEY, STORE_TABLES, FeatureStore, open_store
+from ranking.student.config import InputLimits
 from tests.oracle import disorder
 from tests.oracle.disorder import FIRST, build_lake, generate_records
 
@@ -29,6 +32,7 @@ pytestmark = pytest.mark.spark
 DAYS = 5
 LAST = FIRST + timedelta(days=DAYS - 1)
 LENGTHS = HistoryLengths("behaviour", events=3)
+LIMITS = InputLimits(max_length=40, encoded_events=8, teacher_history_length=0, user_hash_buckets=0)
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +150,57 @@ def test_days_that_were_written_again_are_replaced_in_copied_histories(
         assert contents(store) == expected
     assert "are not reused" not in caplog.text
     assert ("all events are read" in caplog.text) != is_late
+
+
+@pytest.mark.parametrize("max_age_hours", [0, 30])
+def test_events_that_compaction_has_dropped_are_left_out_as_offline(
+    built: Lake,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    max_age_hours: int,
+) -> None:
+    """With histories of an earlier store, built before or after the compaction, or without."""
+    until, eve = FIRST + timedelta(days=2), LAST - timedelta(days=1)
+    caplog.set_level(logging.INFO)
+    long = HistoryLengths("behaviour", LIMITS.max_length)
+
+    def build(name: str, end: int, *earlier: str) -> FeatureStore:
+        folders = [tmp_path / folder for folder in earlier]
+        return build_feature_store(built, tmp_path / name, end, long, folders)
+
+    with closing(build("before", built.spec.day_start(eve))) as store:
+        before = contents(store)["history"]
+    history = built.spec.history.model_copy(update={"max_age": max_age_hours * 3600})
+    short = built.spec.model_copy(update={"history": history})
+    monkeypatch.setattr(compact, "last_compactable_day", lambda _: until)
+    compact.compact_history(Lake(built.root, short), until)
+    with closing(build("after", built.spec.day_start(eve), "before")) as store:
+        after = contents(store)["history"]
+    assert sum(map(len, after.values())) < sum(map(len, before.values())) * 3 / 4
+    with closing(build("whole", built.spec.day_start(LAST))) as store:
+        expected = contents(store)
+    for earlier in ("before", "after"):
+        caplog.clear()
+        with closing(build(f"from {earlier}", built.spec.day_start(LAST), earlier)) as store:
+            assert ("are not reused: histories were compacted" in caplog.text) == (
+                earlier == "before"
+            )
+            assert contents(store) == expected, earlier
+            report = check_consistency(store, built, LAST, LIMITS)
+        assert report.num_requests > 5 and not report.mismatches, earlier
+
+
+def test_of_events_of_one_second_those_are_left_out_that_compaction_has_dropped() -> None:
+    rows = np.zeros(6, HISTORY_DTYPE)
+    rows["visible_ts"], rows["item"] = [1, 3, 3, 3, 4, 4], range(6)
+
+    def kept(first_ts: int, num_at_first: int) -> list[int]:
+        items: list[int] = histories.without_dropped(rows, first_ts, num_at_first)["item"].tolist()
+        return items
+
+    assert kept(3, 2) == [2, 3, 4, 5] and kept(3, 9) == [1, 2, 3, 4, 5]
+    assert kept(4, 0) == [] and kept(2, 0) == [1, 2, 3, 4, 5] and kept(0, 1) == [*range(6)]
 
 
 def test_a_later_store_is_not_the_source_of_an_earlier_one(built: Lake, tmp_path: Path) -> None:

@@ -193,6 +193,23 @@ def test_forecasts_are_removed_also_if_no_day_is_scored_any_more(
     assert not any(map(lake.exists, names))
 
 
+def test_an_erasure_removes_a_damaged_store(
+    spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until when it has data cannot be read: it is not built again."""
+    lake = Lake(str(tmp_path), load_spec(spec_path))
+    store = tmp_path / "feature_store" / "one"
+    store.mkdir(parents=True)
+    (store / "data.mdb").write_bytes(b"no store of user-1")
+    feature_store_pointer(lake.root).promote("one")
+    for _ in range(2):  # it can be repeated
+        _erase_from_feature_store(lake, ["user-1"], 0)
+    output = capsys.readouterr().out
+    assert "the feature store was removed and could not be built: the feature store in" in output
+    assert "is damaged: run `gemline rank materialize` again" in output
+    assert not store.parent.exists()
+
+
 def test_files_with_predictions_are_erased_also_those_of_domains(complete_lake: Lake) -> None:
     lake, path = complete_lake, f"models/domains/video/{LAST}.parquet"
     examples = arrow.snapshot(lake, schemas.examples(lake.spec))

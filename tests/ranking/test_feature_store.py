@@ -362,6 +362,33 @@ def test_an_invalid_event_is_refused_with_the_reason(
         validate_event(lake.spec, make_event(lake, **changes))
 
 
+@given(
+    st.integers(0, 400 * DAY * MICRO),
+    st.sampled_from([-1, 0, 1]) | st.integers(-DAY * MICRO, DAY * MICRO),
+    st.sampled_from(["UTC", "Europe/Berlin"]),
+)
+def test_an_event_is_refused_as_late_exactly_where_ingest_excludes_it(
+    lake_spec: DataSpec, ingested: int, distance: int, time_zone: str
+) -> None:
+    """More than `allowed_lateness` before its landing day began: see etl/ingest/copies.py."""
+    spec = lake_spec.model_copy(update={"time_zone": time_zone})
+    ingest_ts = spec.day_start(FIRST) * MICRO + ingested
+    landing_day = spec.day_of(ingest_ts // MICRO)
+    earliest = (spec.day_start(landing_day) - spec.allowed_lateness) * MICRO
+    event = Event("e1", "u1", "a1", "feed", "ad_click", earliest + distance, ingest_ts)
+    if distance >= 0:
+        validate_event(spec, event)
+        return
+    with pytest.raises(UserError, match="more than the spec's allowed_lateness before"):
+        validate_event(spec, event)
+
+
+def test_a_damaged_store_is_refused_with_what_to_do(lake_spec: DataSpec, tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").write_bytes(b"no store")
+    with pytest.raises(UserError, match="is damaged: run `gemline rank materialize` again"):
+        open_store(tmp_path, lake_spec)
+
+
 def test_a_missing_store_or_one_of_another_spec_is_refused(lake: Lake, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="run `gemline rank materialize` first"):
         open_store(tmp_path / "nowhere", lake.spec)

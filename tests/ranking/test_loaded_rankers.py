@@ -16,7 +16,7 @@ from etl.spec import DataSpec
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from ranking.feature_store.materialize import materialize
-from ranking.feature_store.store import METADATA_KEY, open_store
+from ranking.feature_store.store import METADATA_KEY, StoreMetadata, open_store
 from ranking.feature_store.wal import feature_store_pointer
 from ranking.registry.manifest import (
     MANIFEST,
@@ -29,14 +29,15 @@ from ranking.registry.manifest import (
 )
 from ranking.registry.ranker import ExportedRanker, live_pointer, rankers_folder
 from ranking.serving.app import create_app
-from ranking.serving.loaded_rankers import MIN_RETRY_SECONDS
-from ranking.serving.schemas import RankRequestBody
+from ranking.serving.loaded_rankers import MIN_RETRY_SECONDS, RankersBySurface
+from ranking.serving.schemas import EventPayload, EventsRequest, RankRequestBody
 from ranking.serving.settings import SETTINGS_VARIABLE, Settings
 from ranking.serving.worker import Worker
 from ranking.student.config import StudentTrainConfig
 from tests.conftest import LAST
 from tests.ranking.conftest import EVE
-from tests.ranking.served import rank_body
+from tests.ranking.poster import times_counted
+from tests.ranking.served import click_of, rank_body
 
 SURFACES = ("feed", "reels", "messaging")
 
@@ -206,6 +207,39 @@ def test_rankers_are_refreshed_although_the_store_is_damaged(
     asyncio.run(worker.refresh())
     assert worker.status.feature_store_error is None
     worker.close()
+
+
+def test_a_request_after_a_handover_reads_what_was_posted_while_rankers_were_loaded(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The post is acknowledged by the old store, after the log was applied to the newer one."""
+    worker = Worker(settings)
+    select_rankers, sync = worker.rankers.for_store, worker.feature_store.sync_with_wal
+    counted: list[tuple[str, tuple[int, int]]] = []
+
+    async def refresh() -> None:
+        loop = asyncio.get_running_loop()
+
+        def post_and_select(metadata: StoreMetadata) -> RankersBySurface:
+            body = EventsRequest(events=[EventPayload.model_validate(click_of("late"))])
+            post = asyncio.run_coroutine_threadsafe(worker.ingest_events(body), loop)
+            assert post.result(timeout=30).accepted == 1
+            return select_rankers(metadata)
+
+        monkeypatch.setattr(worker.rankers, "for_store", post_and_select)
+        await worker.refresh()
+
+    def count_and_sync() -> None:
+        store = worker.feature_store.store
+        counted.append((store.folder.name, times_counted(store, "user-late")))
+        sync()
+
+    monkeypatch.setattr(worker.feature_store, "sync_with_wal", count_and_sync)
+    feature_store_pointer(settings.lake).promote(str(LAST))
+    asyncio.run(refresh())
+    assert worker.status.feature_store_error is None
+    worker.close()
+    assert counted == [(str(LAST), (1, 1))]
 
 
 def promote_changed_store(lake: str, built_with: DataSpec, **changes: object) -> None:

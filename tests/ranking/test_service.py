@@ -23,6 +23,7 @@ from etl.errors import UserError
 from etl.spec import load_spec
 from etl.spec.model import DataSpec
 from etl.spec.sources import provides_attributes_of
+from etl.spec.units import DAY
 from gemline import main
 from ranking.feature_store import storage
 from ranking.feature_store.fetch import FeatureFetcher
@@ -32,7 +33,7 @@ from ranking.serving.app import create_app
 from ranking.serving.loaded_rankers import require_compatible
 from ranking.serving.schemas import EventPayload, EventsRequest, RankRequestBody
 from ranking.serving.settings import SETTINGS_VARIABLE, Settings, clock_offset_seconds
-from ranking.serving.worker import Worker, posted_valid_from
+from ranking.serving.worker import Worker, posted_event, posted_valid_from
 from tests.conftest import LAST, ROOT
 from tests.ranking.conftest import EVE, MOST_BYTES, other_inputs
 from tests.ranking.served import ITEMS, JSON, LONG_AGO, click_of, rank_body, running
@@ -402,3 +403,47 @@ def test_a_posted_version_is_valid_after_the_delay_of_its_source(lake_spec: Data
     assert posted_valid_from(spec, "item", None, now) == now + 3600 * 10**6
     assert posted_valid_from(spec, "item", LONG_AGO // 1000, now) == LONG_AGO + 3600 * 10**6
     assert posted_valid_from(spec, "user", None, now) == now
+
+
+def test_a_posted_event_names_its_log_where_ids_are_unique_in_one_log_only(
+    lake_spec: DataSpec,
+) -> None:
+    def log_of(payload: EventPayload, **changes: object) -> str | None:
+        sources = {**lake_spec.sources, "app": lake_spec.sources["events"]}
+        spec = DataSpec.model_validate(lake_spec.model_dump() | {"sources": sources} | changes)
+        return posted_event(spec, payload, LONG_AGO, ()).log
+
+    click = EventPayload.model_validate(click_of("e") | {"source": "app"})
+    assert log_of(click) == "app"
+    assert log_of(click.model_copy(update={"source": None})) is None
+    assert log_of(click, shared_event_ids=True) is None
+    assert log_of(click.model_copy(update={"type": lake_spec.impression_type})) is None
+    with pytest.raises(UserError, match="users is no log of events; there is events, app"):
+        log_of(click.model_copy(update={"source": "users"}))
+
+
+def test_a_posted_version_is_valid_from_the_day_of_the_post_unless_its_source_is_static(
+    lake_spec: DataSpec,
+) -> None:
+    """As in the tables: etl/attributes.py."""
+    stated, now = LONG_AGO - 30 * DAY * 10**6, LONG_AGO
+    day_start = lake_spec.day_start(lake_spec.day_of(now // 10**6)) * 10**6
+    assert posted_valid_from(lake_spec, "item", stated // 1000, now) == day_start
+    sources = {
+        name: source.model_copy(update={"delay": 3600, "static": True})
+        if provides_attributes_of(source, "item")
+        else source
+        for name, source in lake_spec.sources.items()
+    }
+    static = lake_spec.model_copy(update={"sources": sources})
+    assert posted_valid_from(static, "item", stated // 1000, now) == stated + 3600 * 10**6
+    assert posted_valid_from(static, "user", stated // 1000, now) == day_start
+
+
+def test_a_posted_bid_with_an_early_valid_from_replaces_the_bid_of_the_tables(
+    client: TestClient,
+) -> None:
+    (before,) = rank_items(client, "ad-1")["ranking"]
+    post_item(client, "ad-1", -1, bid=9)
+    (after,) = rank_items(client, "ad-1")["ranking"]
+    assert after["expected_value"] == pytest.approx(9 * before["expected_value"], rel=1e-3)

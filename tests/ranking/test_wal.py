@@ -18,7 +18,7 @@ from etl.spec.units import DAY
 from etl.tables import arrow, schemas
 from etl.tables.lake import Lake
 from etl.tables.pointer import VersionPointer
-from ranking.feature_store import storage
+from ranking.feature_store import storage, table_source
 from ranking.feature_store.attributes import AttributeVersion
 from ranking.feature_store.events import Event, ingest_event
 from ranking.feature_store.materialize import HistoryLengths, build_feature_store, next_store_name
@@ -185,6 +185,34 @@ def test_events_in_the_tables_count_once_if_they_are_posted_late(
     feature_store_pointer(str(root)).promote(str(LAST))
     switch_to_live_store(live)
     assert_same_behavior(live.store, store_of_last_day(built_stores, root, lake))
+
+
+def test_events_of_two_logs_with_one_id_are_both_counted_once(
+    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a newer store whose tables have one of them; without a log, the id is known."""
+    monkeypatch.setattr(table_source, "are_ids_by_log", lambda _: True)
+    folder, lengths = tmp_path / "feature_store", HistoryLengths("behaviour", 40)
+    for day in (EVE, LAST):
+        build_feature_store(lake, folder / f"{day}", lake.spec.day_end(day), lengths).close()
+    pointer = feature_store_pointer(str(tmp_path))
+    pointer.promote(str(EVE))
+    arrived = next(event for event in events_of_day(lake, LAST) if event.type == "ad_click")
+    of_log = {
+        log: replace(arrived, user=f"user of {log}", log=log) for log in ("events", "app", None)
+    }
+    with closing(FeatureStoreHandle(str(tmp_path), lake.spec)) as live:
+        for posted in ("events", "app"):
+            assert post_all(live, [of_log[posted]] * 2) == 1
+            assert times_counted(live.store, of_log[posted].user) == (1, 1)
+        assert post_all(live, of_log.values()) == 0
+        pointer.promote(str(LAST))
+        switch_to_live_store(live)
+        assert times_counted(live.store, of_log["events"].user)[1] == 0, "the tables have it"
+        assert times_counted(live.store, of_log["app"].user) == (1, 1)
+        assert post_all(live, of_log.values()) == 0
+        assert live.wal.erase_users([of_log["events"].user], 1 << 60) == 1
+        assert post_all(live, [of_log["app"], of_log[None]]) == 0
 
 
 def test_events_that_were_excluded_are_not_counted_if_they_are_posted(
