@@ -72,12 +72,18 @@ def train_teacher_trees(lake: Lake, days: DayRange, config: TrainConfig) -> None
 
 
 def remove_old_models(lake: Lake, keep_days: int) -> list[date]:
-    """Remove models as `remove_old_checkpoints` does; returns their days."""
+    """Remove models as `remove_old_checkpoints` does; returns their days.
+
+    Logits of days are kept for `blend_days` more: the oldest teacher that is left has weights that
+    were fitted on them.
+    """
     removed = checkpoint.remove_old_checkpoints(lake, keep_days)
     if removed:
         oldest_kept = max(removed) + timedelta(days=1)
         remove_old_trees(lake.root, oldest_kept)
-        remove_old_day_logits(lake.root, oldest_kept)
+        _, newest = checkpoint.list_checkpoints(lake.root, lake.spec.hash)[-1]
+        blend_days = newest.training.teacher.blend_days
+        remove_old_day_logits(lake.root, oldest_kept - timedelta(days=blend_days - 1))
     return removed
 
 
