@@ -33,6 +33,7 @@ from training.config import TeacherConfig, TrainConfig
 from training.data.batch import Shuffle
 from training.data.label_window import ALL_LABELS, LabelWindow
 from training.distributed.process_group import process_group
+from training.teacher import ensemble
 from training.teacher.blend import blend, blend_weights, day_logits_path, fit_blend_weight
 from training.teacher.ensemble import (
     load_teacher,
@@ -219,6 +220,18 @@ def write_manifests(lake: Lake, days: Iterable[date], config: TrainConfig) -> No
         folder.mkdir(parents=True)
         manifest = trained.model_copy(update={"trained_until": day, "complete": True})
         (folder / checkpoint.MANIFEST).write_text(manifest.model_dump_json())
+
+
+def test_trees_are_trained_only_until_days_of_which_there_is_a_gem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No teacher has trees of the earlier days of a joint training, which has one checkpoint."""
+    lake = Lake(str(tmp_path), load_spec(SIMULATOR_SPEC))
+    fitted: list[date] = []
+    write_manifests(lake, [THIRD], CONFIG)
+    monkeypatch.setattr(ensemble, "train_trees", lambda _lake, day, _config: fitted.append(day))
+    train_teacher_trees(lake, (FIRST, THIRD), CONFIG)
+    assert fitted == [THIRD]
 
 
 @pytest.mark.parametrize(("keep_days", "blend_days"), [(7, 14), (30, 60), (30, 14)])

@@ -64,10 +64,15 @@ def train_teacher(
 def train_teacher_trees(lake: Lake, days: DayRange, config: TrainConfig) -> None:
     """Train the trees of the teacher for a range of days, if it has some, in one process.
 
-    Without a process group: fitting may take longer than the others would wait in a collective.
+    Days without a checkpoint of GEM, as most of a joint training, need none. Without a process
+    group: fitting may take longer than the others would wait in a collective.
     """
-    if config.teacher.blend:
-        for day in date_range(*days):
+    if not config.teacher.blend:
+        return
+    checkpoints = checkpoint.list_checkpoints(lake.root, lake.spec.hash)
+    trained_until = {manifest.trained_until for _, manifest in checkpoints if manifest.complete}
+    for day in date_range(*days):
+        if day in trained_until:
             train_trees(lake, day, config)
 
 
