@@ -25,11 +25,11 @@ SHARED_PREFIXES: Mapping[SharedModule, str] = {
 def copy_gem_modules(student: TrainedStudent, gem: TrainState, config: DistillationConfig) -> None:
     """Copy the shared modules of GEM into a student, and freeze them where configured.
 
-    Without `shared_modules` all are copied, or none if the student's sizes are not GEM's. The
-    student records whose modules it has.
+    Without `shared_modules` all are copied, or none if the student's modules are not like GEM's.
+    The student records whose modules it has.
 
     Raises:
-        UserError: Modules are named, and the student's sizes are not GEM's.
+        UserError: Modules are named, and the student's are not like GEM's.
     """
     names: tuple[SharedModule, ...] = get_args(SharedModule)
     if config.shared_modules is not None:
@@ -99,6 +99,8 @@ def size_mismatch(student: TrainedStudent, gem: TrainState) -> str | None:
             return f"a student with {name} {ours} cannot share modules of a GEM with {theirs}"
     if gem_config.sequence.masknet:
         return "a student cannot share modules of a GEM whose events are made by MaskNet"
+    if not gem_config.linear_biases:
+        return "a student cannot share modules of a GEM without biases"
     return None
 
 

@@ -15,7 +15,7 @@ from etl.spec.units import DaySplit
 from etl.tables import arrow, schemas
 from etl.tables.atomic_io import download
 from etl.tables.lake import Lake
-from etl.tables.uri import list_matching, resolve_uri
+from etl.tables.uri import StoragePath, list_matching, resolve_uri
 from ranking.registry.manifest import read_manifest
 from ranking.registry.model_card import model_card
 from ranking.registry.ranker import live_pointer
@@ -88,21 +88,33 @@ def load_predictions(lake: Lake, raw_data_uri: str, split: DaySplit) -> dict[str
     """The test predictions of each evaluated model, and the simulator's true probabilities.
 
     Raises:
-        UserError: Some are of other days than the split's.
+        UserError: Some are of other days than the split's, or of other objectives than the spec's.
     """
     predictions: dict[str, Predictions] = {}
     for name in ("gem", "lightgbm"):
         path = evaluation_path(lake.root, name)
         if path.is_file():
-            predictions[name] = Predictions.read(path, split)
+            predictions[name] = _read_predictions(lake, path, split)
     for variant in ("student", "distilled"):
         paths = [evaluation_path(lake.root, f"{variant}-{s}") for s in lake.spec.ad_surfaces]
-        parts = [Predictions.read(path, split) for path in paths if path.is_file()]
+        parts = [_read_predictions(lake, path, split) for path in paths if path.is_file()]
         if parts:
             predictions[variant] = concat_predictions(parts)
     gem = predictions.get("gem")
     truth = true_probabilities(gem, raw_data_uri) if gem else None
     return {"bound": truth, **predictions} if truth else predictions
+
+
+def _read_predictions(lake: Lake, path: StoragePath, split: DaySplit) -> Predictions:
+    """The predictions of a file; raises UserError if they do not fit the split and the spec."""
+    predictions, objectives = Predictions.read(path, split), tuple(lake.spec.objectives)
+    if predictions.objectives != objectives:
+        raise UserError(
+            f"{path} holds predictions of {', '.join(predictions.objectives)}, and spec "
+            f"{lake.spec.name} has the objectives {', '.join(objectives)}: evaluate that model "
+            "again, or remove the file"
+        )
+    return predictions
 
 
 def true_probabilities(gem: Predictions, raw_data_uri: str) -> Predictions | None:
@@ -140,14 +152,16 @@ def score_models(lake: Lake, predictions: dict[str, Predictions]) -> dict[str, l
 def compare_models(
     lake: Lake, predictions: Predictions, baseline: Predictions
 ) -> list[ModelComparison]:
-    """Compare the logloss of a model with that of a baseline on the same rows.
+    """Compare the logloss of a model with that of a baseline on the impressions that both have.
 
-    Intervals allow for the correlation of a user's rows. Slices with labels of one class only are
-    left out, as they have no sampling error.
+    A run that was stopped may have evaluated only one of them on a surface. Intervals allow for the
+    correlation of a user's rows. Slices with labels of one class only are left out, as they have no
+    sampling error.
     """
-    predictions, baseline = predictions.sorted_by_impression(), baseline.sorted_by_impression()
-    same_rows = np.array_equal(predictions.impression_ids, baseline.impression_ids)
-    assert same_rows, "the models were evaluated on other rows"
+    _, indices, baseline_indices = np.intersect1d(
+        predictions.impression_ids, baseline.impression_ids, return_indices=True
+    )
+    predictions, baseline = predictions.take(indices), baseline.take(baseline_indices)
     comparisons = []
     for surface, code in (("all", None), *lake.spec.surface_codes.items()):
         on_surface = predictions.surface == code if code is not None else True

@@ -19,7 +19,7 @@ from etl.tables.lake import Lake
 from ranking.registry.ranker import latest_trained_pointer, live_pointer
 from ranking.registry.records import PromotionRecord, RefitRecord, write_promotion_record
 from ranking.report.build import build_report
-from ranking.report.data import clustered_standard_error, compare_models
+from ranking.report.data import clustered_standard_error, compare_models, load_predictions
 from ranking.report.next_steps import (
     CalibrationCheck,
     RankerState,
@@ -155,6 +155,43 @@ def test_predictions_of_other_days_are_refused(
     )
     with pytest.raises(UserError, match="predictions of another split of days"):
         build_report(run, str(raw), SPLIT)
+
+
+def test_predictions_of_other_objectives_are_refused(
+    run: Lake, predictions: Predictions, raw: Path
+) -> None:
+    """An upgrade that adds an objective leaves the evaluations of the spec before it."""
+    earlier = replace(
+        predictions,
+        objectives=predictions.objectives[1:],
+        probabilities=predictions.probabilities[:, 1:],
+        labels=predictions.labels[:, 1:],
+        label_mask=predictions.label_mask[:, 1:],
+    )
+    predictions.write(evaluation_path(run.root, "gem"), SPLIT)
+    path = evaluation_path(run.root, "lightgbm")
+    earlier.write(path, SPLIT)
+    with pytest.raises(UserError, match="evaluate that model again") as error:
+        build_report(run, str(raw), SPLIT)
+    assert str(error.value).startswith(f"{path} holds predictions of {earlier.objectives[0]}")
+
+
+def test_models_are_compared_on_the_surfaces_that_both_were_evaluated_on(
+    run: Lake, predictions: Predictions, raw: Path
+) -> None:
+    """A run that is killed in the second variant of a ranker leaves its first one alone."""
+    codes = run.spec.surface_codes
+    first, *others = run.spec.ad_surfaces
+    by_surface = {s: predictions.filter(predictions.surface == codes[s]) for s in (first, *others)}
+    for surface, rows in by_surface.items():
+        worsen(rows, 0.5).write(evaluation_path(run.root, f"student-{surface}"), SPLIT)
+    by_surface[first].write(evaluation_path(run.root, f"distilled-{first}"), SPLIT)
+    page = build_report(run, str(raw), SPLIT).read_text()
+    assert "Gain from distillation" in page
+    found = load_predictions(run, str(raw), SPLIT)
+    comparisons = compare_models(run, found["distilled"], found["student"])
+    assert others and {c.surface for c in comparisons} == {"all", first}
+    assert comparisons == compare_models(run, by_surface[first], worsen(by_surface[first], 0.5))
 
 
 @pytest.mark.parametrize(

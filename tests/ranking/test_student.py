@@ -366,3 +366,17 @@ def test_modules_of_another_size_are_refused_where_they_are_named(
     assert torch.equal(item_rows(other), before)
     with pytest.raises(UserError, match="embedding_dim 8 cannot share modules of a GEM with 4"):
         copy_gem_modules(other, gem, DistillationConfig(shared_modules=("tables",)))
+
+
+def test_modules_of_a_gem_without_biases_are_not_shared(
+    student: TrainedStudent, reader: ExampleReader, small_gem_config: TrainConfig
+) -> None:
+    """By default the student starts without them; where they are named, that is refused."""
+    options = GemOptions(linear_biases=False, user_hash_buckets=50)
+    config = small_gem_config.model_copy(update={"model": options})
+    gem = build_train_state(new_manifest(reader.lake, reader, (LAST, LAST), config))
+    before = item_rows(student)
+    copy_gem_modules(student, gem, DistillationConfig())
+    assert torch.equal(item_rows(student), before) and student.shared_gem is None
+    with pytest.raises(UserError, match="cannot share modules of a GEM without biases"):
+        copy_gem_modules(student, gem, DistillationConfig(shared_modules=("events",)))

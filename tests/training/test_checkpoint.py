@@ -190,6 +190,49 @@ def test_no_new_gem_of_days_that_a_later_one_has_learned_is_started(
         checkpoint.require_manifest(lake, LAST)
 
 
+def test_days_after_one_that_was_trained_again_are_trained_again(
+    own_gem_lake: Lake, spec_path: Path
+) -> None:
+    """Their checkpoints have the requested options, but continue the model before."""
+    lake = own_gem_lake
+
+    def train(days: str, *options: str) -> Manifest:
+        where = ["--spec", str(spec_path), "--lake", lake.root, "--days", days]
+        assert main(["train", "gem", *where, *GEM_FLAGS, *options]) == 0
+        return checkpoint.require_manifest(lake, THIRD)
+
+    options = ("--dense-lr", "0.0005")
+    replaced = train(f"{SECOND}:{THIRD}", *options)
+    train(f"{SECOND}")
+    trained = train(f"{THIRD}", *options)
+    assert trained.state_dir != replaced.state_dir
+    assert trained.parent_state_dir == state_of(lake, SECOND).name
+    assert train(f"{THIRD}", *options) == trained, "nothing is left to train"
+
+
+@pytest.mark.parametrize(
+    ("parents", "linked"),
+    [
+        ({"a": "", "b": "a", "c": "b", "d": "c"}, "abcd"),
+        ({"a": "", "b": "a", "c": "e", "d": "c"}, "ab"),  # b was trained again
+        ({"c": "b", "d": "c"}, "cd"),  # a and b were removed
+        ({"a": "", "b": "", "c": "", "d": ""}, "abcd"),  # of an earlier version
+    ],
+)
+def test_a_checkpoint_is_linked_unless_the_day_before_was_trained_again(
+    parents: dict[str, str], linked: str
+) -> None:
+    trained = manifest_of(load_spec(SIMULATOR_SPEC), TrainConfig(scale="tiny"))
+    checkpoints = []
+    for state_dir, parent in parents.items():
+        day = FIRST + timedelta(days="abcd".index(state_dir))
+        update = {"trained_until": day, "complete": True, "state_dir": state_dir}
+        manifest = trained.model_copy(update={**update, "parent_state_dir": parent})
+        checkpoints.append((Path(state_dir), manifest))
+    found = checkpoint.linked_checkpoints(checkpoints)
+    assert "".join(manifest.state_dir for _, manifest in found) == linked
+
+
 @pytest.mark.parametrize(
     ("window", "keep_days"), [("1h", 7), ("6d", 7), ("30d", 7), ("30d", 30), ("45d", 30)]
 )

@@ -233,6 +233,18 @@ def test_missing_positives_are_drift_of_the_calibration_alone() -> None:
         assert f"on {DAYS[-1]}" in str(calibration.alarm)
 
 
+def test_labels_of_one_class_are_no_drift_of_the_ne() -> None:
+    """Where all labels are positive there is no NE, neither that day nor in later baselines."""
+    usual = [sums_of(day, 3900.0 + day.day % 3)._replace(predicted=3900.0) for day in DAYS]
+    for day in (0, len(DAYS) - 1):
+        sums = list(usual)
+        sums[day] = sums_of(DAYS[day], 4000.0)._replace(predicted=3900.0)
+        ne, calibration = prequential_metrics("conversion", sums)
+        assert DAYS[day] not in ne.days and np.isfinite(ne.values).all()
+        assert ne.alarm is None and calibration.alarm is None
+        assert calibration.days == DAYS
+
+
 def test_an_old_bad_day_does_not_block_later_days() -> None:
     """The days after it have too few predicted and actual positives to be judged."""
     days = [FIRST + timedelta(days=n) for n in range(11)]

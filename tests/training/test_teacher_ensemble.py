@@ -1,8 +1,8 @@
 """A teacher of several seeds and trees: its predictions, and that weights do not look ahead."""
 
 import shutil
-from collections.abc import Iterator
-from datetime import timedelta
+from collections.abc import Iterable, Iterator
+from datetime import date, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import expit
 
+from benchmarks.harness import SIMULATOR_SPEC
+from benchmarks.system.warm_start import manifest_of
 from etl.errors import UserError
 from etl.signature import SIGNING_KEY_VARIABLE, TRUSTED_KEY_VARIABLE
 from etl.spec import load_spec
+from etl.spec.units import date_range
 from etl.tables import arrow, atomic_io, label_schemas, model_schemas, schemas
 from etl.tables.lake import Lake, arrow_schema
 from etl.tables.maintenance import upgrade_lake
@@ -30,8 +33,14 @@ from training.config import TeacherConfig, TrainConfig
 from training.data.batch import Shuffle
 from training.data.label_window import ALL_LABELS, LabelWindow
 from training.distributed.process_group import process_group
+from training.teacher import ensemble
 from training.teacher.blend import blend, blend_weights, day_logits_path, fit_blend_weight
-from training.teacher.ensemble import load_teacher, train_teacher, train_teacher_trees
+from training.teacher.ensemble import (
+    load_teacher,
+    remove_old_models,
+    train_teacher,
+    train_teacher_trees,
+)
 from training.teacher.outputs import write_teacher_outputs
 from training.teacher.trees import load_trees, train_trees, trees_reader
 from training.trainer import checkpoint
@@ -201,6 +210,49 @@ def test_trees_learn_only_labels_that_are_final_on_their_day(taught: Lake, tmp_p
     shutil.rmtree(files[0].parent)
     train_trees(own, FIRST, CONFIG)
     assert files and [file.read_text() for file in files] == before
+
+
+def write_manifests(lake: Lake, days: Iterable[date], config: TrainConfig) -> None:
+    """Checkpoints of GEM until some days, without tensors."""
+    trained = manifest_of(lake.spec, config)
+    for day in days:
+        folder = Path(str(checkpoint.checkpoint_path(lake.root, day)))
+        folder.mkdir(parents=True)
+        manifest = trained.model_copy(update={"trained_until": day, "complete": True})
+        (folder / checkpoint.MANIFEST).write_text(manifest.model_dump_json())
+
+
+def test_trees_are_trained_only_until_days_of_which_there_is_a_gem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No teacher has trees of the earlier days of a joint training, which has one checkpoint."""
+    lake = Lake(str(tmp_path), load_spec(SIMULATOR_SPEC))
+    fitted: list[date] = []
+    write_manifests(lake, [THIRD], CONFIG)
+    monkeypatch.setattr(ensemble, "train_trees", lambda _lake, day, _config: fitted.append(day))
+    train_teacher_trees(lake, (FIRST, THIRD), CONFIG)
+    assert fitted == [THIRD]
+
+
+@pytest.mark.parametrize(("keep_days", "blend_days"), [(7, 14), (30, 60), (30, 14)])
+def test_clean_keeps_the_logits_that_weights_of_kept_teachers_are_fitted_on(
+    tmp_path: Path, keep_days: int, blend_days: int
+) -> None:
+    """Those of the first day that the oldest of these teachers scores, and of all later ones."""
+    lake = Lake(str(tmp_path), load_spec(SIMULATOR_SPEC))
+    days = [FIRST + timedelta(days=n) for n in range(100)]
+    teacher = TeacherConfig(blend="lightgbm", blend_days=blend_days)
+    write_manifests(lake, days, TrainConfig(scale="tiny", teacher=teacher))
+    files = {day: Path(str(day_logits_path(lake.root, day))) for day in days}
+    for file in files.values():
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    remove_old_models(lake, keep_days)
+    _, oldest = checkpoint.list_checkpoints(lake.root, lake.spec.hash)[0]
+    assert oldest.trained_until > FIRST + timedelta(days=blend_days)
+    first_scored = oldest.trained_until + timedelta(days=1)
+    left = [day for day, file in files.items() if file.exists()]
+    assert left == list(date_range(first_scored - timedelta(days=blend_days), days[-1]))
 
 
 def test_changed_trees_are_refused(taught: Lake, tmp_path: Path) -> None:

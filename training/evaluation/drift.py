@@ -181,9 +181,10 @@ def prequential_metrics(
     """NE and calibration of an objective by day, each summed over the surfaces with enough labels.
 
     For calibration either predicted or actual positives have to be enough, so that missing ones are
-    drift. A metric whose newest value is older than the day before the newest labels is left out.
+    drift. Labels of one class have no NE. A metric whose newest value is older than the day before
+    the newest labels is left out.
     """
-    of_ne = _by_day([m for m in prequential if m.positives >= MIN_POSITIVES])
+    of_ne = _by_day([m for m in prequential if MIN_POSITIVES <= m.positives < m.rows])
     of_calibration = _by_day(
         [m for m in prequential if max(m.positives, m.predicted) >= MIN_POSITIVES]
     )

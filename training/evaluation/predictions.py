@@ -90,13 +90,14 @@ class Predictions:
 
     def filter(self, mask: Bools) -> "Predictions":
         """The rows of a mask (B)."""
-        return self._take(np.flatnonzero(mask))
+        return self.take(np.flatnonzero(mask))
 
     def sorted_by_impression(self) -> "Predictions":
         """The same rows, sorted by impression."""
-        return self._take(np.argsort(self.impression_ids, kind="stable"))
+        return self.take(np.argsort(self.impression_ids, kind="stable"))
 
-    def _take(self, indices: Int64) -> "Predictions":
+    def take(self, indices: Int64) -> "Predictions":
+        """The rows of some indices, in their order."""
         return replace(
             self,
             impression_ids=self.impression_ids[indices],

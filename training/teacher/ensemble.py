@@ -64,20 +64,31 @@ def train_teacher(
 def train_teacher_trees(lake: Lake, days: DayRange, config: TrainConfig) -> None:
     """Train the trees of the teacher for a range of days, if it has some, in one process.
 
-    Without a process group: fitting may take longer than the others would wait in a collective.
+    Days without a checkpoint of GEM, as most of a joint training, need none. Without a process
+    group: fitting may take longer than the others would wait in a collective.
     """
-    if config.teacher.blend:
-        for day in date_range(*days):
+    if not config.teacher.blend:
+        return
+    checkpoints = checkpoint.list_checkpoints(lake.root, lake.spec.hash)
+    trained_until = {manifest.trained_until for _, manifest in checkpoints if manifest.complete}
+    for day in date_range(*days):
+        if day in trained_until:
             train_trees(lake, day, config)
 
 
 def remove_old_models(lake: Lake, keep_days: int) -> list[date]:
-    """Remove models as `remove_old_checkpoints` does; returns their days."""
+    """Remove models as `remove_old_checkpoints` does; returns their days.
+
+    Logits of days are kept for `blend_days` more: the oldest teacher that is left has weights that
+    were fitted on them.
+    """
     removed = checkpoint.remove_old_checkpoints(lake, keep_days)
     if removed:
         oldest_kept = max(removed) + timedelta(days=1)
         remove_old_trees(lake.root, oldest_kept)
-        remove_old_day_logits(lake.root, oldest_kept)
+        _, newest = checkpoint.list_checkpoints(lake.root, lake.spec.hash)[-1]
+        blend_days = newest.training.teacher.blend_days
+        remove_old_day_logits(lake.root, oldest_kept - timedelta(days=blend_days - 1))
     return removed
 
 

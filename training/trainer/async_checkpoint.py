@@ -102,7 +102,10 @@ class AsyncCheckpointer:
     _in_progress: tuple[StoragePath, Manifest, SafetensorsWriter, Any] | None = None
 
     def save(self, path: StoragePath, train_state: TrainState) -> None:
-        """Copy all state that the next step depends on, and start writing it; a collective call."""
+        """Copy all state that the next step depends on, and start writing it; a collective call.
+
+        The manifest of the state names the folder that is written.
+        """
         self.wait()
         state_dir = self._new_state_dir()
         train_state.all_reduce_counts()
@@ -116,8 +119,8 @@ class AsyncCheckpointer:
             process_group=self._group,
             async_stager=DefaultStager(STAGING_OPTIONS),
         )
-        manifest = train_state.manifest.model_copy(update={"state_dir": state_dir})
-        self._in_progress = path, manifest, writer, future
+        train_state.manifest = train_state.manifest.model_copy(update={"state_dir": state_dir})
+        self._in_progress = path, train_state.manifest, writer, future
 
     def wait(self) -> None:
         """Wait until the checkpoint in progress, if any, is complete; a collective call."""

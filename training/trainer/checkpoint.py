@@ -196,6 +196,28 @@ def _readable_checkpoints(
             yield path, manifest
 
 
+def linked_checkpoints(
+    checkpoints: Sequence[tuple[StoragePath, Manifest]],
+) -> list[tuple[StoragePath, Manifest]]:
+    """The checkpoints without those of a model of which an earlier day was trained again since.
+
+    A checkpoint is linked if it continues that of the day before, which has to be linked, too. If
+    that one is gone, or is not named, as in earlier versions, the checkpoint counts as linked.
+    `checkpoints` are in order of training progress.
+    """
+    linked: list[tuple[StoragePath, Manifest]] = []
+    states: dict[date, str | None] = {}  # of each complete checkpoint; None if it is not linked
+    for path, manifest in checkpoints:
+        parent = manifest.parent_state_dir
+        day_before = manifest.trained_until - timedelta(days=1)
+        is_linked = not parent or states.get(day_before, parent) == parent
+        if is_linked:
+            linked.append((path, manifest))
+        if manifest.complete:
+            states[manifest.trained_until] = manifest.state_dir if is_linked else None
+    return linked
+
+
 def check_can_start(
     lake: str, checkpoints: Sequence[tuple[StoragePath, Manifest]], days: DayRange, member: int = 0
 ) -> None:

@@ -62,7 +62,7 @@ def starting_point(
         _check_can_continue(previous, manifest, days[0])
         manifest = _continued_manifest(manifest, previous, days[0])
     new_run = manifest
-    for folder, interrupted in checkpoints:
+    for folder, interrupted in checkpoint.linked_checkpoints(checkpoints):
         is_requested = days[0] <= interrupted.trained_until <= days[1]
         if is_requested and interrupted.is_same_run(new_run):
             path, manifest = folder, interrupted
@@ -80,7 +80,8 @@ def _continued_manifest(new: Manifest, previous: Manifest, day: date) -> Manifes
     kept["compressor_version"] = compressor_version(previous)
     if new.precision_map is not None:
         kept["precision_map"] = new.precision_map.with_fallbacks_of(previous.precision_map)
-    return new.model_copy(update={**kept, "trained_until": day})
+    kept |= {"trained_until": day, "parent_state_dir": previous.state_dir}
+    return new.model_copy(update=kept)
 
 
 def new_manifest(

@@ -85,14 +85,12 @@ class Manifest(StrictModel):
         joint_until: Last day of the first training, if its days were trained together.
         trained_until: The day in training, or the last one if `complete`.
         member: The number of this GEM among those of the teacher, from 0.
-        batches: Steps on this day.
-        steps: Steps on all days.
-        rows: Examples of all steps.
+        batches, steps, rows: Steps on this day; steps on all days, and their examples.
         consumed_batches: Batches of each shard of the day that were trained on.
         embedding_resets: Number of passes over the day before which all embeddings were reset.
         first_batch_digests: SHA-256 of the first batches of shard 0, unless fewer processes resume.
-        state_dir: Folder of the tensors, next to the manifest.
-        file_hashes: SHA-256 of each file in that folder.
+        state_dir, file_hashes: Folder of the tensors, next to the manifest; SHA-256 of its files.
+        parent_state_dir: That of the checkpoint that the day continues; empty in earlier versions.
     """
 
     spec_hash: str
@@ -123,6 +121,7 @@ class Manifest(StrictModel):
     first_batch_digests: tuple[str, ...] = ()
     state_dir: Annotated[str, Field(pattern=r"^[0-9a-f]*$")] = ""
     file_hashes: dict[FileName, Sha256] = {}
+    parent_state_dir: str = ""
 
     @property
     def settings_hash(self) -> str:
@@ -168,7 +167,8 @@ class Manifest(StrictModel):
         position = {"trained_until": day, "complete": False, "num_shards": num_shards}
         zeros = dict.fromkeys(("batches", "embedding_resets"), 0)
         empty = dict.fromkeys(("consumed_batches", "first_batch_digests", "upgraded_from"), ())
-        return self.model_copy(update={**position, **zeros, **empty})
+        parent = {"parent_state_dir": self.state_dir}
+        return self.model_copy(update={**position, **zeros, **empty, **parent})
 
     def is_same_run(self, other: "Manifest") -> bool:
         """Whether both belong to the same training run, possibly at different steps."""
@@ -179,7 +179,7 @@ PROGRESS_FIELDS = {  # of a manifest: they may differ within a training run
     "trained_until", "complete", "batches", "steps", "rows", "consumed_batches", "num_shards",
     "base_rates", "records_base_rates", "unfitted_numbers", "first_batch_digests",
     "embedding_resets", "precision_map", "upgraded_from", "spec_max_length", "compressor_version",
-    "state_dir", "file_hashes",
+    "state_dir", "file_hashes", "parent_state_dir",
 }  # fmt: skip
 TABLE_WISE = (ShardingType.TABLE_WISE,)
 TABLE_AND_ROW_WISE = (*TABLE_WISE, ShardingType.ROW_WISE)
