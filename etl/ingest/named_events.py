@@ -214,8 +214,8 @@ def _first_copies_by_day(spec: DataSpec, events: DataFrame, first_day: date) -> 
         "deduplication_key": deduplication_key(spec),
         "is_on_time": (F.col("day") >= F.lit(first_day)) & ~is_late(spec),
     }
-    of_kind = events.withColumns(keys).groupBy(*keys, "day")
-    of_kind = of_kind.agg(F.min(copy).alias("copy"), F.max("event_ts").alias("last_event_ts"))
+    by_kind = events.withColumns(keys).groupBy(*keys, "day")
+    of_kind = by_kind.agg(F.min(copy).alias("copy"), F.max("event_ts").alias("last_event_ts"))
     # Of a day, the first event on time is kept; of stored ones, each may be the first of copies.
     event_ts = F.when(F.col("is_on_time"), F.col("copy.event_ts")).otherwise(F.col("last_event_ts"))
     of_kind = of_kind.withColumn("facts", copy_facts(spec, event_ts, F.col("is_on_time")))

@@ -71,7 +71,7 @@ def _without_nested_pruning() -> Iterator[None]:
     into its outcomes: it also prunes a column that is needed.
     """
     settings, name = SparkSession.active().conf, "spark.sql.optimizer.nestedSchemaPruning.enabled"
-    before = settings.get(name)
+    before = str(settings.get(name))
     settings.set(name, "false")
     try:
         yield

@@ -362,9 +362,9 @@ def test_a_report_reads_the_quarantined_records_of_one_day_at_a_time(
     found = quarantine_rows(three_days)
     read, read_days = Snapshot.read, list[object]()
 
-    def read_day(self: Snapshot, **partition: object) -> pa.Table:
-        read_days.append(partition["day"])
-        return read(self, **partition)
+    def read_day(self: Snapshot, day: date) -> pa.Table:
+        read_days.append(day)
+        return read(self, day=day)
 
     monkeypatch.setattr(Snapshot, "read", read_day)
     by_reason = read_quarantined_reasons(three_days, (DAY_1, DAY_3), 2)

@@ -197,8 +197,8 @@ def test_an_outcome_of_a_wide_log_is_retracted_by_the_id_of_its_record_or_its_ow
 ) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC.partition("sources:")[0] + WIDE_LOG.lstrip())
     lake = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
-    base = {"who": "u", "what": "shoe", "page": "home"}
-    bought = {"ms": epoch_ms(1, 1), "bought": 1, "bought_after": HOUR_MS, "paid": 2.0}
+    base: Record = {"who": "u", "what": "shoe", "page": "home"}
+    bought: Record = {"ms": epoch_ms(1, 1), "bought": 1, "bought_after": HOUR_MS, "paid": 2.0}
     write(tmp_path / "raw" / "events", FIRST, [base | bought | {"id": id_} for id_ in ("i:1", "i")])
     refund = base | {"id": "r", "ms": epoch_ms(1, 3), "refunded": name}
     write(tmp_path / "raw" / "refunds", FIRST, [refund])
