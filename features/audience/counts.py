@@ -38,10 +38,10 @@ def _counts_of(lake: Lake, name: str, days: DayRange, versions: dict[str, int]) 
     # A device's clock may run ahead: labels of the day after have not landed yet.
     day_end_us = F.expr(f"{day_end_sql(spec)} * {MICROS['s']}")
     # A version that lands later may be the first one until the end of the day, too.
-    has_landed = (F.col("item_landing_day") <= F.col("day")) & (
+    has_arrived = (F.col("item_landing_day") <= F.col("day")) & (
         F.col("item_known_since") <= day_end_us
     )
-    is_known = F.col("item_attribute").isNotNull() & has_landed
+    is_known = F.col("item_attribute").isNotNull() & has_arrived
     impressions = impressions.filter(is_known).select(
         *("user_id", F.least("event_ts", "ingest_ts", day_end_us).alias("ts")),
         *(F.col("item_attribute").alias("campaign"), "day"),

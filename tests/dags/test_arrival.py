@@ -135,7 +135,7 @@ def test_a_day_that_is_not_over_is_refused_though_it_has_logs(
     today = spec.day_of(int(time.time()))
     for surface in SURFACES:
         deliver(tmp_path / "raw", surface, today)
-    with pytest.raises(UserError, match=f"{today} is not over.*three_refresh adds"):
+    with pytest.raises(UserError, match=f"{today} is not over.*simulator_refresh adds"):
         plan(spec, tmp_path, today)
 
 

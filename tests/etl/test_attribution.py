@@ -15,7 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 from etl.attributes import load_attributes
 from etl.attribution import attribute_outcomes, outcomes_without_impression
 from etl.ingest.run import ingest
-from etl.labels import label_impressions
+from etl.labels import DATA_UNTIL_FILE, label_impressions
 from etl.spec import DataSpec, load_spec
 from etl.spec.sections import Objective, Touchpoint
 from etl.tables import schemas, spark_io
@@ -270,6 +270,7 @@ def test_final_labels_of_earlier_days_do_not_read_later_days(tmp_path: Path) -> 
     for folder in Path(lake.root, "events").glob("day=*"):
         if folder.name > f"day={last_read}":
             shutil.rmtree(folder)
+    Path(lake.root, *DATA_UNTIL_FILE).unlink()  # of the days that are gone
     label_impressions(lake, EARLIER)
     assert rows(lake, "impressions") == labels
 
