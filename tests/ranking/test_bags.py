@@ -82,6 +82,7 @@ def test_earlier_requests_read_nothing_of_later_records(logs: Logs, tmp_path: Pa
     assert {id_: inputs[id_] for id_ in earlier} == {id_: other_inputs[id_] for id_ in earlier}
 
 
+@pytest.mark.proof
 def test_any_split_of_days_and_order_of_records_gives_the_same_tables(
     logs: Logs, tmp_path: Path
 ) -> None:
