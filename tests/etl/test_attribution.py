@@ -265,12 +265,14 @@ def test_final_labels_of_earlier_days_do_not_read_later_days(tmp_path: Path) -> 
     assert len(clicks) > 40
     where = spark_io.day_range_predicate(last_read + timedelta(days=1), days[1])
     spark_io.replace_partitions(lake, schemas.events(spec), frame(lake, clicks), where, {})
+    data_until = Path(lake.root, *DATA_UNTIL_FILE)
+    data_until.unlink()  # the last days have no events any more
     label_impressions(lake, EARLIER)
     assert rows(lake, "impressions") == labels
     for folder in Path(lake.root, "events").glob("day=*"):
         if folder.name > f"day={last_read}":
             shutil.rmtree(folder)
-    Path(lake.root, *DATA_UNTIL_FILE).unlink()  # of the days that are gone
+    data_until.unlink()
     label_impressions(lake, EARLIER)
     assert rows(lake, "impressions") == labels
 
