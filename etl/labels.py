@@ -73,20 +73,7 @@ def label_impressions(lake: Lake, days: DayRange, data_until: int | None = None)
     versions = {name: lake.version(name) for name in names}
     events = spark_io.read_table(lake, schemas.events(spec), versions["events"])
     first_day = first_relabeled_day(spec, days)
-    last_day = lake.last_ingested_day()
-    assert last_day is not None, "ingest writes `ingest_metrics` of each day"
-    if data_until is None:
-        data_until = spec.day_end(last_day)
-        if is_in_future(data_until):
-            raise UserError(
-                f"{last_day} is not over: pass --data-until with the time until which its events "
-                f"have landed, such as {last_day}T14:00"
-            )
-    if spec.last_day_before(data_until) != last_day:
-        raise UserError(
-            f"--data-until is {format_utc(data_until)} UTC, but the last ingested day is "
-            f"{last_day}: name a time of that day"
-        )
+    data_until = _end_of_data(lake, data_until)
     _record_data_until(lake, data_until)
 
     first_read = first_day - _lateness(spec) - timedelta(days=spec.attribution_lookback_days)
@@ -109,6 +96,24 @@ def label_impressions(lake: Lake, days: DayRange, data_until: int | None = None)
         "impressions": lake.count_rows(schema.name, (first_day, days[1])),
         "outcomes of unknown impressions": unknown.count(),
     }
+
+
+def _end_of_data(lake: Lake, stated: int | None) -> int:
+    """The stated end of the data, or that of the last ingested day; see `label_impressions`."""
+    spec, last_day = lake.spec, lake.last_ingested_day()
+    assert last_day is not None, "ingest writes `ingest_metrics` of each day"
+    data_until = spec.day_end(last_day) if stated is None else stated
+    if stated is None and is_in_future(data_until):
+        raise UserError(
+            f"{last_day} is not over: pass --data-until with the time until which its events "
+            f"have landed, such as {last_day}T14:00"
+        )
+    if spec.last_day_before(data_until) != last_day:
+        raise UserError(
+            f"--data-until is {format_utc(data_until)} UTC, but the last ingested day is "
+            f"{last_day}: name a time of that day"
+        )
+    return data_until
 
 
 def _record_data_until(lake: Lake, data_until: int) -> None:

@@ -314,7 +314,7 @@ def read_quarantined_reasons(
     """The reasons of the quarantined records on some days; payloads are read a day at a time."""
     table = snapshot(lake, schemas.quarantine(lake.spec))
     by_reason: dict[str, QuarantinedReason] = defaultdict(QuarantinedReason)
-    for day in sorted(table.days()):
+    for day in table.days():
         if not (days[0] <= day <= days[1] or day == NO_DAY):
             continue
         rows = table.read(day=day)

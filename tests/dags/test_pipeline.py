@@ -142,13 +142,22 @@ def test_a_step_is_up_to_date_until_its_inputs_change(
         assert not up_to_date(reader), "ingest ran again, so its readers are stale"
 
 
-def test_steps_that_read_a_changed_step_run_again(
+@pytest.fixture
+def finished_run(
     tmp_path: Path, raw: Path, spec_path: Path
-) -> None:
+) -> tuple[DataSpec, PipelinePaths, list[Step]]:
+    """A run of which all steps are recorded as finished."""
     spec = load_spec(spec_path)
     paths = PipelinePaths(spec_path, str(raw), str(tmp_path))
     steps = pipeline_steps(spec, paths, short_split(spec))
     finish(spec, paths, steps)
+    return spec, paths, steps
+
+
+def test_steps_that_read_a_changed_step_run_again(
+    tmp_path: Path, finished_run: tuple[DataSpec, PipelinePaths, list[Step]]
+) -> None:
+    spec, paths, steps = finished_run
     assert pending_steps(spec, paths, steps) == []
     with_larger_gem = pipeline_steps(spec, paths, short_split(spec), ("--scale", "base"))
     names = [step.name for step in pending_steps(spec, paths, with_larger_gem)]
@@ -159,12 +168,9 @@ def test_steps_that_read_a_changed_step_run_again(
 
 
 def test_a_run_goes_on_after_a_refresh_of_the_next_day(
-    tmp_path: Path, raw: Path, spec_path: Path
+    finished_run: tuple[DataSpec, PipelinePaths, list[Step]],
 ) -> None:
-    spec = load_spec(spec_path)
-    paths = PipelinePaths(spec_path, str(raw), str(tmp_path))
-    steps = pipeline_steps(spec, paths, short_split(spec))
-    finish(spec, paths, steps)
+    spec, paths, steps = finished_run
     end = f"{LAST + timedelta(days=1)}T12:00+00:00"
     days = f"{LAST}:{LAST + timedelta(days=1)}"
     plan = RefreshPlan(days=days, data_until=end, missing_sources="", surfaces=())
