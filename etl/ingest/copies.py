@@ -13,7 +13,12 @@ from etl.tables import schemas
 
 def is_late(spec: DataSpec) -> Column:
     """Whether an event occurred more than `allowed_lateness` before its landing day began."""
-    return F.expr(f"event_ts < ({day_start_sql(spec)} - {spec.allowed_lateness}) * {MICROS['s']}")
+    return F.col("event_ts") < _on_time_since(spec)
+
+
+def _on_time_since(spec: DataSpec) -> Column:
+    """The earliest time (µs) at which an event on time of a `day` occurred."""
+    return F.expr(f"({day_start_sql(spec)} - {spec.allowed_lateness}) * {MICROS['s']}")
 
 
 def deduplication_key(spec: DataSpec) -> Column:
@@ -49,11 +54,10 @@ def copy_facts(spec: DataSpec, event_ts: Column, may_be_dropped: Column) -> Colu
 
     `event_ts` is when it occurred, in µs. It `may_be_dropped` if it is on time and not stored yet.
     """
-    since = F.expr(f"({day_start_sql(spec)} - {spec.allowed_lateness}) * {MICROS['s']}")
     return F.struct(
         "day",
         event_ts.alias("event_ts"),
-        since.alias("occurred_since"),
+        _on_time_since(spec).alias("occurred_since"),
         F.date_sub("day", days_with_copies(spec)).alias("first_day"),
         may_be_dropped.alias("may_be_dropped"),
     )

@@ -9,7 +9,6 @@ import sys
 import time
 from datetime import date, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.compute as pc
@@ -146,9 +145,8 @@ def test_no_process_waits_in_a_collective_for_trees(
         assert not dist.is_initialized()
         fitted.append(day)
 
-    trained = [("", SimpleNamespace(trained_until=day, complete=True)) for day in (FIRST, SECOND)]
     monkeypatch.setattr("training.teacher.ensemble.train_days", lambda *_, **__: [])
-    monkeypatch.setattr(checkpoint, "list_checkpoints", lambda *_: trained)
+    monkeypatch.setattr(checkpoint, "has_checkpoint", lambda _, day: day in (FIRST, SECOND))
     monkeypatch.setattr("training.teacher.ensemble.train_trees", fit)
     flags = ["--spec", str(spec_path), "--lake", own.root, "--days", f"{FIRST}:{SECOND}"]
     assert main(["train", "gem", *flags, "--teacher.blend", "lightgbm"]) == 0

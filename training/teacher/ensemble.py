@@ -69,10 +69,8 @@ def train_teacher_trees(lake: Lake, days: DayRange, config: TrainConfig) -> None
     """
     if not config.teacher.blend:
         return
-    checkpoints = checkpoint.list_checkpoints(lake.root, lake.spec.hash)
-    trained_until = {manifest.trained_until for _, manifest in checkpoints if manifest.complete}
     for day in date_range(*days):
-        if day in trained_until:
+        if checkpoint.has_checkpoint(lake, day):
             train_trees(lake, day, config)
 
 
