@@ -18,7 +18,6 @@ from etl.event_time import format_utc, is_in_future
 from etl.spec.label_delays import label_delay_warnings
 from etl.spec.model import DataSpec
 from etl.spec.sections import Objective, OutcomeLabel
-from etl.spec.sources import ImpressionLogSource
 from etl.spec.units import MICROS, DayRange
 from etl.tables import atomic_io, label_schemas, schemas, spark_io
 from etl.tables.lake import Lake
@@ -241,9 +240,8 @@ def _retractions_by_outcome(spec: DataSpec, events: DataFrame) -> DataFrame:
     the events of a type, and those that name no outcome, such as placeholders, are not gathered.
     Outcomes of a wide log may also be named by the id of their record, which begins their own.
     """
-    wide_logs = [n for n, log in spec.log_sources.items() if isinstance(log, ImpressionLogSource)]
     record_id = F.regexp_replace("event_id", ":[^:]*$", "")
-    names = F.when(F.col("log").isin(wide_logs), F.array("event_id", record_id))
+    names = F.when(F.col("log").isin(*spec.impression_logs), F.array("event_id", record_id))
     codes = [spec.event_codes[name] for name in spec.retraction_types]
     outcome_codes = {spec.event_codes[o.event] for o in spec.objectives.values() if o.retracted_by}
     retraction = F.struct("visible_ts", "type", "day", F.col("event_id").alias("id"))

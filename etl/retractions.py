@@ -9,6 +9,7 @@ from datetime import timedelta
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
+from etl.ingest.timestamps import local_date
 from etl.labels import counted_outcomes, first_retraction, outcomes_by_impression
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS, DayRange
@@ -17,21 +18,19 @@ from etl.tables.lake import Lake
 
 
 def record_late_retractions(lake: Lake, days: DayRange) -> int:
-    """Replace `late_retractions` of a range of landing days; returns how many there are.
+    """Replace `late_retractions` of the days on which they became visible; returns how many.
 
+    By then all outcomes that a label counts have landed, so that runs of any days find the same.
     Those that follow the final label by more than `within` of their objective are left out. Only
-    events of users with retractions on these days are read, from the earliest impressions on
-    whose labels were final at most `within` before.
+    events of users with such retractions are read, from the earliest impressions on whose labels
+    were final at most `within` before.
     """
     spec = lake.spec
     versions = {"events": lake.version("events")}
     events = spark_io.read_table(lake, schemas.events(spec), versions["events"])
-    codes = [spec.event_codes[name] for name in spec.retraction_types]
-    where = spark_io.day_range_predicate(*days)
-    users = events.filter(where).filter(F.col("type").isin(codes)).select("user_id").distinct()
     first_day = days[0] - timedelta(days=spec.retraction_horizon_days)
     recent = events.filter((F.col("day") >= F.lit(first_day)) & (F.col("day") <= F.lit(days[1])))
-    recent = recent.join(users, "user_id", "left_semi")
+    recent = recent.join(_users_with_retractions(spec, recent, days), "user_id", "left_semi")
     impressions = recent.filter(F.col("type") == spec.event_codes[spec.impression_type])
     outcomes = outcomes_by_impression(lake, recent, impressions)
     rows = impressions.drop("value", "day").join(outcomes, "impression_id")
@@ -41,9 +40,16 @@ def record_late_retractions(lake: Lake, days: DayRange) -> int:
         if objective.retracted_by
     ]
     late = functools.reduce(DataFrame.unionByName, found)
-    schema = label_schemas.late_retractions(spec)
+    schema, where = label_schemas.late_retractions(spec), spark_io.day_range_predicate(*days)
     spark_io.replace_partitions(lake, schema, late.filter(where), where, versions)
     return lake.count_rows(schema.name, days)
+
+
+def _users_with_retractions(spec: DataSpec, events: DataFrame, days: DayRange) -> DataFrame:
+    """Users with a retraction that became visible on some days."""
+    codes = [spec.event_codes[name] for name in spec.retraction_types]
+    is_visible = F.col("visible_ts").between(spec.day_start(days[0]), spec.day_end(days[1]) - 1)
+    return events.filter(F.col("type").isin(codes) & is_visible).select("user_id").distinct()
 
 
 def _late_retractions(spec: DataSpec, rows: DataFrame, name: str) -> DataFrame:
@@ -78,6 +84,6 @@ def _late_retractions(spec: DataSpec, rows: DataFrame, name: str) -> DataFrame:
         label_mature_ts.alias("label_mature_ts"),
         F.size(F.filter("counted", is_left)).alias("outcomes_left"),
         F.col("outcome.value").alias("value"),
-        F.col("retraction.day").alias("day"),
+        local_date(spec, F.col("retraction.visible_ts")).alias("day"),
         "bucket",
     )

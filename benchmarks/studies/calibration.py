@@ -149,7 +149,7 @@ def serve(trained: "RefitPredictions", calibrator: "Calibrator", seed: int) -> S
 
 
 def apply(calibrator: "Calibrator", log: "ServingLog") -> "SegmentedPredictions":
-    """The served rows of a log at their logged positions, calibrated."""
+    """The served rows of a log, calibrated."""
     from ranking.scoring.calibration import logit, sigmoid
 
     rows = log.served.predictions
@@ -234,20 +234,17 @@ def compare_positions(
         share_of_logged_outcomes,
         true_at_served_position,
     )
-    from ranking.scoring.calibration import logit, sigmoid
 
-    spec, errors, ignored = trained.lake.spec, [], []
+    spec, product = trained.lake.spec, CALIBRATORS[PRODUCT]
+    errors, ignored = [], []
     share = share_of_logged_outcomes(trained.lake, raw)
     for surface in trained.surfaces:
         logs = [trained.log(surface, seed) for seed in range(seeds)]
         truth = true_at_served_position(logs[0].served, spec, surface, raw).mean(0) * share
-        added = [CALIBRATORS[PRODUCT](log) for log in logs]
+        at_served_position = [replace(log, served=log.served.at_served_position()) for log in logs]
         served, logged = (
-            sum(sigmoid(logit(p) + a).mean(0) for p, a in zip(kind, added, strict=True)) / seeds
-            for kind in (
-                [log.served.served for log in logs],
-                [log.served.predictions.predictions.probabilities for log in logs],
-            )
+            sum(apply(product, log).predictions.probabilities.mean(0) for log in kind) / seeds
+            for kind in (at_served_position, logs)
         )
         labels = logs[0].served.predictions.predictions
         for i, objective in enumerate(labels.objectives):

@@ -52,7 +52,7 @@ FIELDS = ("impression_ids", "user_hashes", "surface", "probabilities", "labels",
 
 @dataclass(frozen=True)
 class ServedRows:
-    """Predictions (n) at logged positions, calibrated without offsets, and when they were made.
+    """Predictions (n), at logged positions if not stated, calibrated without offsets.
 
     `as_of` (n) are the epoch seconds of the requests, `served` (n, O) the probabilities at the
     served position, `positions` (n) the logged ones, NaN where they are unknown.
@@ -74,6 +74,11 @@ class ServedRows:
             self.positions[rows],
             self.served[rows],
         )
+
+    def at_served_position(self) -> "ServedRows":
+        """The rows with their probabilities at the served position."""
+        chosen = replace(self.predictions.predictions, probabilities=self.served)
+        return replace(self, predictions=SegmentedPredictions(chosen, self.predictions.segments))
 
     def write(self, path: Path) -> None:
         """Write one file, atomically."""

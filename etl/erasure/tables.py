@@ -155,9 +155,11 @@ def adjust_pointers(lake: Lake, users: DataFrame) -> None:
     """
     schema = schemas.examples(lake.spec)
     examples = spark_io.read_table(lake, schema).join(users, "user_id", "left_semi")
-    queries = examples.select("user_id", F.col("as_of_ts").alias("ts"), "impression_id")
-    lengths = count_earlier_events(lake, users, queries).select("impression_id", "n")
-    merge = _table(lake, schema).merge(lengths.alias("k"), "t.impression_id = k.impression_id")
+    key = ("user_id", "day", "impression_id")  # two days may have the same impression id
+    queries = examples.select(*key, F.col("as_of_ts").alias("ts"))
+    lengths = count_earlier_events(lake, users, queries).select(*key, "n")
+    matches = " AND ".join(f"t.{name} = k.{name}" for name in key)
+    merge = _table(lake, schema).merge(lengths.alias("k"), matches)
     with _commit_metadata(lake, schema):
         merge.whenMatchedUpdate(set={"history_length": "k.n"}).execute()
 

@@ -33,7 +33,7 @@ def read_delta_table(source: Source, selection: RawSelection, day_column: str) -
             source is not optional.
     """
     uri = _table_uri(source, selection.root)
-    if source.optional and not DeltaTable.is_deltatable(uri):
+    if uri is None or (source.optional and not DeltaTable.is_deltatable(uri)):
         return None
     table = _open(uri)
     if not source.optional:
@@ -73,7 +73,9 @@ def latest_delta_day(source: Source, raw: str) -> date | None:
 def _existing_data_files(source: Source, raw: str) -> pa.Table | None:
     """The files of the latest version; None if there is no table yet."""
     uri = _table_uri(source, raw)
-    return _data_files(source, _open(uri)) if DeltaTable.is_deltatable(uri) else None
+    if uri is None or not DeltaTable.is_deltatable(uri):
+        return None
+    return _data_files(source, _open(uri))
 
 
 def _check_days_exist(source: Source, files: pa.Table, days: DayRange) -> None:
@@ -137,12 +139,15 @@ def _as_days(source: Source, column: pa.ChunkedArray) -> pa.ChunkedArray:
     return days.cast(pa.date32())
 
 
-def _table_uri(source: Source, raw: str) -> str:
-    """The folder or URL of a table."""
+def _table_uri(source: Source, raw: str) -> str | None:
+    """The folder or URL of a table; None if an optional one is not in the catalog yet."""
     if source.table is None:
         return f"{absolute_root(raw)}/{source.location}"
+    spark = spark_session("gemline")
+    if source.optional and not spark.catalog.tableExists(source.table):
+        return None
     try:
-        details: Any = spark_session("gemline").sql(f"DESCRIBE DETAIL {source.table}").first()
+        details: Any = spark.sql(f"DESCRIBE DETAIL {source.table}").first()
     except AnalysisException as error:
         raise UserError(
             f"{source.table} is no Delta table of the catalog: {error.getMessage()}"

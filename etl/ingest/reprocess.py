@@ -148,11 +148,11 @@ def _without_stored_events(lake: Lake, records: DataFrame, days: DayRange) -> Da
 
     Quarantine keeps the whole record of an invalid outcome, with the impression and others.
     """
-    logs = [n for n, log in lake.spec.log_sources.items() if isinstance(log, ImpressionLogSource)]
+    logs = lake.spec.impression_logs
     if not logs:
         return records
     key = ["log", "event_id", "day"]
-    stored = read_valid_events(lake, days).filter(F.col("log").isin(logs)).select(key)
+    stored = read_valid_events(lake, days).filter(F.col("log").isin(*logs)).select(key)
     stored = stored.withColumn("is_stored", F.lit(True))
     records = records.join(stored, key, "left")
     return records.filter("is_stored IS NULL OR reasons != ''").drop("is_stored")

@@ -159,6 +159,12 @@ class SpecDeclarations(StrictModel):
         }
 
     @cached_property
+    def impression_logs(self) -> tuple[str, ...]:
+        """The wide logs, whose records hold an impression and its outcomes."""
+        logs = self.log_sources.items()
+        return tuple(name for name, log in logs if isinstance(log, ImpressionLogSource))
+
+    @cached_property
     def visibility_delays(self) -> dict[str, int]:
         """Seconds from the ingest of an event until it is visible, by event type.
 
@@ -296,7 +302,7 @@ class SpecDeclarations(StrictModel):
 
     @cached_property
     def retraction_horizon_days(self) -> int:
-        """Days before the landing day of a retraction on which events of its outcome may land."""
+        """Days before a retraction is visible on which it and events of its outcome may land."""
         lateness = 1 + self.allowed_lateness_days
         within = -(-self.longest_retraction // DAY)
         lookback = self.attribution_lookback_days

@@ -43,7 +43,7 @@ def late_retractions(_spec: DataSpec) -> TableSchema:
 
     Only specs with an objective that is `retracted_by` an event have the table. `outcomes_left` is
     how many other counted outcomes of the impression were not retracted by then; `retracted_ts`
-    (seconds) is when the retraction became visible, and `day` when it landed.
+    (seconds) is when the retraction became visible, on `day`.
     """
     columns = {
         "impression_id": "string",

@@ -4,7 +4,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from etl.spec.units import DAY
 from etl.tables import label_schemas
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
@@ -81,16 +80,13 @@ def outcomes_to_learn(
 def _retracted_impressions(
     lake: Lake, objective: str, within: int, window: LabelWindow
 ) -> npt.NDArray[np.object_]:
-    """The impressions all of whose counted outcomes were retracted within the time for it.
-
-    A retraction may become visible days after it has landed.
-    """
+    """The impressions all of whose counted outcomes were retracted within the time for it."""
     table, spec = snapshot(lake, label_schemas.late_retractions(lake.spec)), lake.spec
-    earliest_end = window.start - within - spec.visibility_delay_days * DAY
+    earliest = window.start - within
     days = [
         day
         for day in table.days()
-        if spec.day_end(day) > earliest_end and spec.day_start(day) < window.end
+        if spec.day_end(day) > earliest and spec.day_start(day) < window.end
     ]
     columns = ["impression_id", "objective", "retracted_ts", "label_mature_ts", "outcomes_left"]
     rows = table.read(columns, day=days)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 from dags.pipeline import data_steps, latest_mature_split, pipeline_steps
 from dags.runner import input_fingerprint, run_pipeline
 from dags.steps import PipelinePaths, Step
+from etl.spec.units import date_range
 from etl.tables import step_state
 from etl.tables.lake import Lake
 from gemline import main
@@ -124,6 +126,10 @@ def test_a_pipeline_killed_in_every_step_trains_the_same_models(
         print(f"killed after {step.name}", flush=True)
     assert main(small_pipeline.command(Path(killed.root))) == 0
     check_tables(killed, small_lake)
+    second, last = small_pipeline.days[0] + timedelta(days=1), small_pipeline.days[1]
+    assert {
+        (row["day"], row["fm_trained_until"]) for row in rows(killed, "teacher_predictions")
+    } == {(day, day - timedelta(days=1)) for day in date_range(second, last)}
     assert Path(killed.root, "report.html").is_file()
     for path in sorted(Path(expected.root, "evaluations").iterdir()):
         other = Path(killed.root, "evaluations", path.name)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
+from etl.erasure.tables import adjust_pointers
 from etl.errors import UserError
 from etl.ingest.run import ingest
 from etl.spec import load_spec
@@ -134,3 +135,6 @@ def test_an_id_that_is_logged_again_days_later_is_an_event_of_both_days_for_any_
     found = [row for row in rows(lake, "examples") if row["impression_id"] == "again"]
     counts = {row["day"]: row["cnt_user_shown_1d"] for row in found}
     assert counts == {day_after(0): 2, day_after(4): 3}
+    before = rows(lake, "examples")
+    adjust_pointers(lake, spark.createDataFrame([("user-1",)], "user_id string"))
+    assert rows(lake, "examples") == before, "an erasure can still find their events"

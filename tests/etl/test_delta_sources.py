@@ -197,10 +197,12 @@ def test_a_table_without_days_is_a_snapshot(spark: SparkSession, tmp_path: Path)
     assert versions == {"u1": "A", "u3": "C"}
 
 
-def test_an_optional_table_may_be_missing(spark: SparkSession, tmp_path: Path) -> None:
+@pytest.mark.parametrize("table", [{"path": "sales"}, {"path": None, "table": "ads.nothing"}])
+def test_an_optional_table_may_be_missing(
+    spark: SparkSession, tmp_path: Path, table: dict[str, str | None]
+) -> None:
     base = yaml.safe_load(SPEC)
-    sales = base["sources"]["sales"] | {"format": "delta", "path": "sales"}
-    sales |= {"partition_column": "landed"}
+    sales = base["sources"]["sales"] | {"format": "delta", "partition_column": "landed"} | table
     sources = base["sources"] | {"sales": sales}
     spec = write_spec(tmp_path, DELTA, sources=sources, **LENIENT)
     assert spec.sources["sales"].optional

@@ -68,6 +68,24 @@ sources:
     {kind: event_log, format: json, path: "shop/{day}.json.gz", columns: *columns,
      types: {buy: buy, invalid: invalid, refund: refund}}
 """
+DELAYED_REFUNDS = """
+sources:
+  log:
+    kind: event_log
+    format: json
+    path: events/{day}.json.gz
+    types: {shown: shown, buy: buy}
+    columns: &columns {event_id: id, user: who, item: what, surface: page, type: action,
+                       event_time: ms, ingest_time: logged, impression: imp, value: paid,
+                       retracts: refunded}
+  refunds:
+    kind: event_log
+    format: json
+    path: refunds/{day}.json.gz
+    types: {refund: refund}
+    columns: *columns
+    delay: 30h
+"""
 FIRST, NUM_DAYS, HOUR_MS = date(2026, 1, 1), 5, 3_600_000
 WITHIN_MS = 48 * HOUR_MS
 Record = dict[str, Any]
@@ -100,13 +118,18 @@ def day_of(event: Record) -> date:
 
 
 def expected_rows(
-    events: list[Record], within_ms: float = WITHIN_MS
+    events: list[Record], refund_delay: int, within_ms: float = WITHIN_MS
 ) -> tuple[dict[str, tuple[Any, ...]], set[tuple[Any, ...]]]:
-    """The labels of both windows and the value of each impression, and the late retractions."""
-    refunds = defaultdict(list)
+    """The labels of both windows and the value of each impression, and the late retractions.
+
+    Refunds are visible `refund_delay` hours after they were logged.
+    """
+    refunds, end = defaultdict(list), end_of_days()
     for event in events:
         if event["action"] == "refund":
-            refunds[event["refunded"]].append((visible(event), event["id"]))
+            second = visible(event, refund_delay)
+            if FIRST + timedelta(seconds=second - epoch_ms(1, 0) // 1000) < end:
+                refunds[event["refunded"]].append((second, event["id"]))
     labels, late = {}, set()
     for shown in events:
         if shown["action"] != "shown":
@@ -133,23 +156,32 @@ def expected_rows(
     return labels, late
 
 
-def visible(event: Record) -> int:
-    return int(max(event["ms"], event["logged"]) // 1000)
+def visible(event: Record, delay_hours: int = 0) -> int:
+    return int(max(event["ms"], event["logged"] + delay_hours * HOUR_MS) // 1000)
 
 
-def test_labels_and_late_retractions_equal_a_plain_loop(spark: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sources", "refund_delay"), [("", 0), (DELAYED_REFUNDS, 30)], ids=["one_log", "delayed"]
+)
+def test_labels_and_late_retractions_equal_a_plain_loop(
+    spark: object, tmp_path: Path, sources: str, refund_delay: int
+) -> None:
     """In two runs: the first sees only what was logged by then."""
-    (tmp_path / "spec.yaml").write_text(SPEC)
+    text = SPEC.partition("sources:")[0] + sources.lstrip() if sources else SPEC
+    (tmp_path / "spec.yaml").write_text(text)
     lake = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
     events = [e for e in random_events(random.Random(5)) if day_of(e) < end_of_days()]
     all_days = [FIRST + timedelta(days=number) for number in range(NUM_DAYS)]
     for day in all_days:
-        write(tmp_path / "raw" / "events", day, [e for e in events if day_of(e) == day])
+        of_day = [event for event in events if day_of(event) == day]
+        refunds = [event for event in of_day if sources and event["action"] == "refund"]
+        write(tmp_path / "raw" / "refunds", day, refunds)
+        write(tmp_path / "raw" / "events", day, [e for e in of_day if e not in refunds])
     for days in ((all_days[0], all_days[1]), (all_days[2], all_days[-1])):
         ingest(lake, str(tmp_path / "raw"), days)
         label_impressions(lake, days)
         record_late_retractions(lake, days)
-    labels, late = expected_rows(events)
+    labels, late = expected_rows(events, refund_delay)
     found = {
         row["impression_id"]: (row["label_buy"], row["label_buy_2h"], row["value_buy"])
         for row in rows(lake, "impressions")
@@ -162,7 +194,8 @@ def test_labels_and_late_retractions_equal_a_plain_loop(spark: object, tmp_path:
     stored = rows(lake, "late_retractions")
     assert {tuple(row[name] for name in columns) for row in stored} == late
     assert len(stored) == len(late) > 5
-    assert len(expected_rows(events, math.inf)[1]) > len(late), "some are not within the time"
+    later = expected_rows(events, refund_delay, math.inf)[1]
+    assert len(later) > len(late), "some are not within the time"
     assert {row["outcomes_left"] for row in stored} >= {0, 1}
     before = rows(lake, "late_retractions")
     record_late_retractions(lake, (FIRST, FIRST + timedelta(days=NUM_DAYS - 1)))

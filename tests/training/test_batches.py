@@ -1,10 +1,15 @@
 """Batches: each row and label once, histories without the present, resume anywhere."""
 
+from datetime import date, timedelta
+
 import numpy as np
 import pyarrow as pa
 import torch
+from deltalake import DeltaTable
 
 from etl.spec.units import date_range
+from etl.tables import label_schemas
+from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
 from tests.training.conftest import all_labels
@@ -50,6 +55,30 @@ def test_each_label_becomes_final_on_exactly_one_day(reader: ExampleReader) -> N
     assert len(labels) == len(set(labels))
     all_batches = reader.batches(days, all_labels(reader), 200, Shuffle(None))
     assert len(labels) == sum(int(batch.label_mask.sum()) for batch in all_batches)
+
+
+def test_labels_of_an_id_that_two_impressions_have_are_those_of_each_day(own: Lake) -> None:
+    """A log may give an id again days later: both impressions are examples."""
+    second = FIRST + timedelta(days=1)
+    rows = snapshot(own, label_schemas.impressions(own.spec)).read()
+    key = ("day", "bucket", "label_click")
+    first = {tuple(row[name] for name in key): row["impression_id"] for row in rows.to_pylist()}
+    renamed = [first[FIRST, 0, 1], first[second, 0, 0]]
+    predicate = " OR ".join(f"impression_id = '{name}'" for name in renamed)
+    for table in ("impressions", "examples"):
+        DeltaTable(own.table_uri(table)).update({"impression_id": "'again'"}, predicate=predicate)
+    reader = ExampleReader.latest(own, max_length=0)
+    column = list(own.spec.objectives).index("click")
+
+    def labels(*days: date) -> list[float]:
+        return [
+            float(batch.labels[row, column])
+            for batch in reader.batches(list(days), all_labels(reader), 200, Shuffle(None))
+            for row in np.flatnonzero(batch.impression_ids == "again")
+        ]
+
+    assert labels(FIRST) == [1] and labels(second) == [0]
+    assert sorted(labels(FIRST, second)) == [0, 1]
 
 
 def test_histories_hold_only_events_before_the_request(reader: ExampleReader) -> None:

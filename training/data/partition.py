@@ -21,7 +21,7 @@ from features.schema import FeatureSchema
 from training.data.label_window import LabelWindow
 from training.data.labels import Labels, label_columns, labels_of
 
-KEY_COLUMNS = ("impression_id", "request_id", "user_id", "item_index", "surface")
+KEY_COLUMNS = ("day", "impression_id", "request_id", "user_id", "item_index", "surface")
 HISTORY_POINTER_COLUMNS = ("as_of_ts", "history_length")
 
 
@@ -149,10 +149,10 @@ class PartitionLoader:
         self, days: Sequence[date], bucket: int, rows: pa.Table, label_window: LabelWindow
     ) -> pa.Table:
         """The rows of `impressions` (B) of examples."""
-        columns = ["impression_id", *label_columns(self.spec, label_window)]
+        columns = ["impression_id", "day", *label_columns(self.spec, label_window)]
         columns += ["position", "propensity"] if label_window.includes_swaps else []
         table = self.impressions.read(columns, day=days, bucket=bucket)
-        index = pc.index_in(rows["impression_id"], table["impression_id"].combine_chunks())
+        index = pc.index_in(impression_keys(rows), impression_keys(table))
         if index.null_count:
             span = f"{min(days)}:{max(days)}"
             raise UserError(f"impressions of {span} lack labels; run `gemline etl labels` for them")
@@ -166,6 +166,12 @@ class PartitionLoader:
             draws = window_draws(rows)
         span = f"{min(days)}:{max(days)}"
         return labels_of(self.spec, impressions, draws, label_window, span)
+
+
+def impression_keys(rows: pa.Table) -> pa.Array:
+    """A text for each row (B) of its impression: two days may have the same impression id."""
+    day = rows["day"].cast(pa.string())
+    return pc.binary_join_element_wise(day, rows["impression_id"], "\x1f").combine_chunks()
 
 
 def request_keys(rows: pa.Table) -> pa.Array:

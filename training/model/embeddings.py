@@ -26,6 +26,7 @@ class EmbeddingTables(Protocol):
 
 
 NO_ITEM = -1  # the item of a row that is free
+UNKNOWN_ITEM_ROW = 0  # of items without a row of their own
 UNKNOWN_VALUE_ROW = 1  # of a table of an attribute; row 0 is a missing value
 
 
@@ -81,18 +82,18 @@ def table_sizes(features: FeatureSchema, item_rows: int, user_buckets: int = 0) 
 class EmbeddingVectors:
     """Vectors by table: `candidates` (B, d), `users` (R, d) and `events` (P, d).
 
-    The vectors of events that are `dropped_events` (P) are not those of their items but of the
-    unknown item; None if nothing asks.
+    The vectors of `unknown_events` (P) are not those of their items but of the unknown item; None
+    if nothing asks.
     """
 
     candidates: dict[str, Tensor]
     users: dict[str, Tensor]
     events: dict[str, Tensor]
-    dropped_events: Tensor | None = None
+    unknown_events: Tensor | None = None
 
     @classmethod
     def of_batch(
-        cls, batch: Batch, vectors: Mapping[str, Tensor], dropped_events: Tensor | None = None
+        cls, batch: Batch, vectors: Mapping[str, Tensor], unknown_events: Tensor | None = None
     ) -> "EmbeddingVectors":
         """The vectors (n, d) of the `table_ids` of a batch, divided by its parts."""
         shared = {
@@ -105,7 +106,7 @@ class EmbeddingVectors:
             | {name: of_candidates for name, (of_candidates, _) in shared.items()},
             users={name: vectors[name] for name in user_tables},
             events={name: of_events for name, (_, of_events) in shared.items()},
-            dropped_events=dropped_events,
+            unknown_events=unknown_events,
         )
 
     def map(
@@ -113,7 +114,7 @@ class EmbeddingVectors:
     ) -> "EmbeddingVectors":
         """The vectors after a transformation of each part."""
         candidates, users, events = map(transform, (self.candidates, self.users, self.events))
-        return EmbeddingVectors(candidates, users, events, self.dropped_events)
+        return EmbeddingVectors(candidates, users, events, self.unknown_events)
 
 
 def lookup_embeddings(

@@ -192,16 +192,16 @@ def sample_followed_events(
     offsets: Tensor,
     total: int,
     max_samples: int = MAX_SAMPLES,
-    is_dropped: Tensor | None = None,
+    is_unknown: Tensor | None = None,
 ) -> FollowedEvents:
     """At most `max_samples` random events of `total` that have a successor in their request.
 
     The number of samples does not depend on how many there are, so that no host waits for it. An
-    event that `is_dropped` (total) is no successor.
+    event of an item that `is_unknown` (total) is no successor.
     """
     is_last = torch.zeros(total + 1, dtype=torch.bool, device=offsets.device)
     is_last = is_last.index_fill(0, offsets, True)[1:]  # the event before each offset
-    is_excluded = is_last if is_dropped is None else is_last | is_dropped.roll(-1)
+    is_excluded = is_last if is_unknown is None else is_last | is_unknown.roll(-1)
     priority = torch.rand(total, device=offsets.device).masked_fill(is_excluded, -1.0)
     chosen = priority.topk(min(max_samples, total))
     return FollowedEvents(chosen.indices, chosen.values >= 0)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from etl.tables.schemas import RESERVED_ITEM_INDICES
-from training.model.embeddings import NO_ITEM, ItemRowMap
+from training.model.embeddings import NO_ITEM, UNKNOWN_ITEM_ROW, ItemRowMap
 
 COMPACT_EVERY = 64  # steps between summations of the look-ups of items without a row
 
@@ -132,12 +132,13 @@ class ManagedItemRows:
         if not (self.dropout or self.dropout_lookups):
             return rows
         is_dropped = torch.rand(len(rows), device=rows.device) < self.drop_probability(rows)
-        return torch.where(is_dropped, 0, rows)
+        return torch.where(is_dropped, UNKNOWN_ITEM_ROW, rows)
 
     def _count(self, items: Tensor, rows: Tensor) -> None:
         """Count the look-ups of items (n), which have rows (n)."""
         self._new_lookups.index_add_(0, rows, torch.ones_like(rows))
-        self._unknown.append((torch.where(rows == 0, items, NO_ITEM), torch.ones_like(items)))
+        unknown = torch.where(rows == UNKNOWN_ITEM_ROW, items, NO_ITEM)
+        self._unknown.append((unknown, torch.ones_like(items)))
         if len(self._unknown) >= COMPACT_EVERY:
             self._unknown = [self._count_unknown()]
 

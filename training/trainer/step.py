@@ -19,7 +19,12 @@ from training.config import TrainConfig
 from training.data.batch import Batch, NegativeSampling
 from training.data.history_selection import HistorySelection
 from training.distributed.lookup import StartedLookup
-from training.model.embeddings import EmbeddingTables, EmbeddingVectors, table_ids
+from training.model.embeddings import (
+    UNKNOWN_ITEM_ROW,
+    EmbeddingTables,
+    EmbeddingVectors,
+    table_ids,
+)
 from training.model.gem import Gem, GemOutput, auxiliary_objectives
 from training.teacher.predictions import TeacherPredictions
 
@@ -214,18 +219,15 @@ class GemModel:
         selection = self.core.select_history(batch)
         ids = lookup.requested if lookup else self.table_ids(batch, selection)
         vectors = lookup.vectors() if lookup else self.tables(dict(ids))
-        dropped = self._dropped_events(batch, selection, ids)
-        divided = EmbeddingVectors.of_batch(batch, vectors, dropped)
+        unknown = self._unknown_events(ids, len(batch))
+        divided = EmbeddingVectors.of_batch(batch, vectors, unknown)
         return cast(GemOutput, self.dense(batch, selection, divided))
 
-    def _dropped_events(
-        self, batch: Batch, selection: HistorySelection, ids: Mapping[str, Tensor]
-    ) -> Tensor | None:
-        """The events (P) that are looked up as the unknown item although their item has a row."""
+    def _unknown_events(self, ids: Mapping[str, Tensor], candidates: int) -> Tensor | None:
+        """The events (P) that are looked up as the unknown item: it was dropped, or has no row."""
         if not (self.core.training and self.core.history.next_action_losses):
             return None
-        rows = self.item_rows(batch.history.item_index[selection.positions])
-        return ids[ITEM_TABLE][len(batch) :] != rows
+        return ids[ITEM_TABLE][candidates:] == UNKNOWN_ITEM_ROW
 
 
 class NonFiniteLossError(ArithmeticError):

@@ -225,18 +225,18 @@ class HistoryEncoder(nn.Module):
     ) -> Tensor | None:
         """Mean loss of the event groups; None if the model does not predict next actions.
 
-        An item whose look-up was dropped is neither a target nor a negative: many items have the
-        vector that was read instead.
+        An item that is looked up as the unknown one is neither a target nor a negative: many items
+        have this vector.
         """
         losses, first = [], 0
         modules = cast("list[NextActionLoss]", list(self.next_action_losses))
         for module, group, offsets, encoded in zip(
             modules, selection.event_groups, selection.event_group_offsets, sequences, strict=False
         ):
-            is_dropped = vectors.dropped_events
-            if is_dropped is not None:
-                is_dropped = is_dropped[first : first + len(group)]
-            sample = sample_followed_events(offsets, len(group), is_dropped=is_dropped)
+            is_unknown = vectors.unknown_events
+            if is_unknown is not None:
+                is_unknown = is_unknown[first : first + len(group)]
+            sample = sample_followed_events(offsets, len(group), is_unknown=is_unknown)
             if len(sample.positions):
                 following = first + sample.next_positions  # among the events that are read
                 in_history = selection.positions[following]
