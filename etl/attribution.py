@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from etl.attribute_versions import with_item_key
@@ -90,17 +90,18 @@ def _split_by_logged_impression(
     unnamed = outcomes.filter("impression_id IS NULL")
     if objective.unknown_impression == "drop":
         return named.select(*OUTCOME_COLUMNS), unnamed
-    impressions = _impression_events(spec, events).select(
-        "impression_id",
-        F.col("event_ts").alias("impression_ts"),
-        F.col("visible_ts").alias("impression_visible_ts"),
-    )
+    window = objective.window * MICROS["s"]
+
+    def may_be_named(impression: Column) -> Column:
+        is_visible = impression["visible_ts"] <= F.col("visible_ts")
+        return is_visible & (F.col("event_ts") - impression["event_ts"] <= window)
+
+    # Impressions of two days may have the same id.
+    by_id = _impression_events(spec, events).groupBy("impression_id")
+    impressions = by_id.agg(F.collect_list(F.struct("event_ts", "visible_ts")).alias("impressions"))
     named = named.join(impressions, "impression_id", "left")
-    elapsed = F.col("event_ts") - F.col("impression_ts")
-    is_known = F.col("impression_visible_ts") <= F.col("visible_ts")
-    is_known &= elapsed <= objective.window * MICROS["s"]
-    is_known = F.coalesce(is_known, F.lit(False))
-    unknown = named.filter(~is_known).drop("impression_ts", "impression_visible_ts")
+    is_known = F.coalesce(F.exists("impressions", may_be_named), F.lit(False))
+    unknown = named.filter(~is_known).drop("impressions")
     return named.filter(is_known).select(*OUTCOME_COLUMNS), unnamed.unionByName(unknown)
 
 

@@ -28,7 +28,7 @@ GOALS = {
     "transfer_ratio_to_plain_low": "> 1",
     "gain_kept": ">= 0.65",
     "conversion_gain_kept": ">= 0.5",
-    "representation_gain_low": "",
+    "representation_gain_low": "> 0",
     "calibration_worst": "",
 }
 RESULT = RESULTS / "transfer.json"

@@ -150,6 +150,23 @@ def test_attribution_prefers_clicks_to_views_within_their_windows(
     assert 10 < len(attributed) < len(purchases)
 
 
+def test_an_outcome_that_names_an_id_of_two_impressions_is_attributed_once(shop: Lake) -> None:
+    """Its value would count twice in the label of each."""
+    base = {"log": "log", "user_id": "u", "item_id": "i", "surface": 1, "impression_id": "again"}
+    events = [
+        base
+        | {"event_id": f"{event_type}{second}", "event_type": event_type, "value": 2.0}
+        | {"type": shop.spec.event_codes[event_type], "event_ts": second * 10**6}
+        | {"visible_ts": second}
+        for event_type, second in (("shown", 0), ("shown", 60), ("buy", 120))
+    ]
+    objective = Objective.model_validate(
+        {"event": "buy", "window": "4m", "unknown_impression": "last_touch"}
+    )
+    found = attribute_outcomes(shop, frame(shop, events), [objective]).collect()
+    assert [(row["event_id"], row["impression_id"]) for row in found] == [("buy120", "again")]
+
+
 def test_outcomes_of_unknown_impressions_are_counted(shop: Lake) -> None:
     events = random_events(shop.spec, 300, random.Random(5))
     all_events = frame(shop, events)
