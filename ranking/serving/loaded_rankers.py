@@ -47,8 +47,7 @@ class LoadedRankers:
     @property
     def versions(self) -> dict[str, str]:
         """The version of each surface's ranker."""
-        loaded = dict(self._loaded)  # a thread may refresh it meanwhile
-        return {surface: ranker.manifest.version for surface, (_, ranker) in loaded.items()}
+        return {surface: manifest.version for surface, manifest in self._manifests().items()}
 
     @property
     def labels_until(self) -> dict[str, int]:
@@ -56,9 +55,25 @@ class LoadedRankers:
 
         Rankers that were saved before it was recorded have none.
         """
+        manifests = self._manifests().items()
+        return {name: found.labels_until for name, found in manifests if found.training}
+
+    @property
+    def newest_labels(self) -> dict[str, dict[str, int]]:
+        """The epoch second of the latest impression whose label was learned.
+
+        By surface and objective; without those of which no label was learned.
+        """
+        trainings = {name: found.training for name, found in self._manifests().items()}
+        return {
+            name: {objective: time for objective, time in found.newest_labels.items() if time}
+            for name, found in trainings.items()
+            if found
+        }
+
+    def _manifests(self) -> dict[str, RankerManifest]:
         loaded = dict(self._loaded)  # a thread may refresh it meanwhile
-        manifests = {surface: ranker.manifest for surface, (_, ranker) in loaded.items()}
-        return {name: found.labels_until for name, found in manifests.items() if found.training}
+        return {surface: ranker.manifest for surface, (_, ranker) in loaded.items()}
 
     @property
     def errors(self) -> dict[str, str]:

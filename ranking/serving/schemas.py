@@ -166,8 +166,9 @@ class WorkerStatus(BodyModel):
 
     `features_until` is the second up to which the feature store includes the tables, `labels_until`
     that by which the labels that the ranker of a surface has learned were final, and
-    `label_age_seconds` how long ago that was. A surface in `ranker_errors` keeps its previous
-    ranker, if it has one; so does the feature store.
+    `label_age_seconds` how long ago that was. `newest_label_age_seconds` says how long ago the
+    latest impression was whose label of an objective was learned. A surface in `ranker_errors`
+    keeps its previous ranker, if it has one; so does the feature store.
     """
 
     spec_hash: str
@@ -175,6 +176,7 @@ class WorkerStatus(BodyModel):
     ranker_versions: dict[str, str]
     labels_until: dict[str, int]
     label_age_seconds: dict[str, int]
+    newest_label_age_seconds: dict[str, dict[str, int]]
     ranker_errors: dict[str, str]
     feature_store_error: str | None
 

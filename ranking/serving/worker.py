@@ -233,6 +233,10 @@ class Worker:
             ranker_versions=self.rankers.versions,
             labels_until=labels_until,
             label_age_seconds={surface: now - until for surface, until in labels_until.items()},
+            newest_label_age_seconds={
+                surface: {objective: now - time for objective, time in times.items()}
+                for surface, times in self.rankers.newest_labels.items()
+            },
             ranker_errors=self.rankers.errors,
             feature_store_error=self.feature_store_error,
         )

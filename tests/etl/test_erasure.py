@@ -19,7 +19,7 @@ from etl.ingest.reprocess import reprocess_quarantine
 from etl.ingest.run import ingest
 from etl.spec import DataSpec, load_spec
 from etl.spec.units import DAY, MICROS
-from etl.tables import step_state
+from etl.tables import label_schemas, step_state
 from etl.tables.atomic_io import remove_folder
 from etl.tables.lake import Lake
 from etl.tables.maintenance import expire_days, vacuum_lake
@@ -303,8 +303,13 @@ def test_what_was_known_before_a_day_is_erased_and_later_pointers_still_fit(
     assert rebuilt == after
 
 
-@pytest.mark.parametrize("name", sorted(table_registry(load_spec(SIMULATOR_SPEC))))
+SIMULATOR = load_spec(SIMULATOR_SPEC)  # it has no retractions
+RETRACTIONS = label_schemas.late_retractions(SIMULATOR)
+ALL_TABLES = table_registry(SIMULATOR) | {RETRACTIONS.name: RETRACTIONS}
+
+
+@pytest.mark.parametrize("name", sorted(ALL_TABLES))
 def test_every_table_about_users_declares_how_they_are_erased(name: str) -> None:
-    schema = table_registry(load_spec(SIMULATOR_SPEC))[name]
+    schema = ALL_TABLES[name]
     about_users = {"user_id", "impression_id", "sampled_user", "payload"} & {*schema.columns}
     assert (schema.user_rows is not None) == bool(about_users)

@@ -123,7 +123,10 @@ def _traces_in_database(file: Path, word: "re.Pattern[bytes]", hashes: set[int])
 
 
 @pytest.mark.proof
-def test_no_file_of_a_lake_holds_an_erased_user(complete_lake: Lake, spec_path: Path) -> None:
+def test_no_file_of_a_lake_holds_an_erased_user(
+    complete_lake: Lake, spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 100,000 that are erased at once; most are in no table."""
     lake, root = complete_lake, Path(complete_lake.root)
     score_days(lake, "feed", (LAST, LAST))
     users = quarantined_users(lake)
@@ -133,7 +136,8 @@ def test_no_file_of_a_lake_holds_an_erased_user(complete_lake: Lake, spec_path: 
     handle.close()
     ids = [*users, posted.user]
     examples = arrow.snapshot(lake, schemas.examples(lake.spec)).read(["user_id", "impression_id"])
-    impressions = examples.filter(pc.is_in(examples["user_id"], pa.array(ids)))["impression_id"]
+    of_users = examples.filter(pc.is_in(examples["user_id"], pa.array(ids)))
+    impressions = of_users["impression_id"]
     before = traces(root, ids, impressions.combine_chunks())
     for name in (
         *("events user_id", "examples user_id", "history user_id", "impressions user_id"),
@@ -146,7 +150,11 @@ def test_no_file_of_a_lake_holds_an_erased_user(complete_lake: Lake, spec_path: 
     rows_of_others = others(lake, users)
 
     flags = ["--spec", str(spec_path), "--lake", lake.root]
-    assert main(["erase", *flags, "--user", *ids, "--now"]) == 0
+    file = tmp_path / "ids.txt"
+    file.write_text("\n".join([*ids, *(f"absent-{number}" for number in range(100_000))]))
+    capsys.readouterr()
+    assert main(["erase", *flags, "--users", str(file), "--now"]) == 0
+    assert f"examples: {len(of_users):,} rows removed" in capsys.readouterr().out.splitlines()
     assert traces(root, ids, impressions.combine_chunks()) == set()
     assert others(lake, users) == rows_of_others
     different = [found for found in validate_examples(lake, 50, 0) if found[1]]

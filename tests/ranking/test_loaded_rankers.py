@@ -105,7 +105,10 @@ def test_the_status_shows_how_old_the_labels_of_a_ranker_are(
     """Rankers without a record of their training are left out."""
     folder, until = ranker_folder(lake_of_three, "feed", "one"), int(time.time()) - 7200
     training = RankerTraining(
-        config=StudentTrainConfig(), first_day=EVE, labels_until=until, newest_labels={}
+        config=StudentTrainConfig(),
+        first_day=EVE,
+        labels_until=until,
+        newest_labels={"click": until - 3600, "conversion": 0},
     )
     write_manifest(folder, read_manifest(folder).model_copy(update={"training": training}))
     worker = Worker(settings)
@@ -114,6 +117,10 @@ def test_the_status_shows_how_old_the_labels_of_a_ranker_are(
     assert status.labels_until == {"feed": until}
     assert list(status.label_age_seconds) == ["feed"]
     assert 7200 <= status.label_age_seconds["feed"] < 7300
+    assert list(status.newest_label_age_seconds) == ["feed"]
+    ages = status.newest_label_age_seconds["feed"]
+    assert list(ages) == ["click"], "no conversion was learned"
+    assert 10_800 <= ages["click"] < 10_900
 
 
 @pytest.mark.parametrize("how", DAMAGES)

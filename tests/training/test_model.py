@@ -170,6 +170,38 @@ def test_a_surface_without_training_uses_the_shared_weights() -> None:
     assert (after[1:3] - before[1:3]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("shape", [(6, 5), (6, 3, 5)], ids=["shared", "of each objective"])
+def test_a_tower_is_a_network_of_one_objective_with_a_correction_by_surface(
+    shape: tuple[int, ...],
+) -> None:
+    heads = ObjectiveTowers(surfaces=2, objectives=3, hidden=5, width=4)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
+    h, surface = torch.randn(shape), torch.arange(6) % 3
+    logits = heads(h, surface)
+    for row, objective in itertools.product(range(6), range(3)):
+        hidden = h[row] if h.dim() == 2 else h[row, objective]
+        tower = (hidden @ heads.weight[objective] + heads.bias[objective]).clamp(min=0)
+        corrected = heads.out_weight[objective] + heads.surface_weight[surface[row], objective]
+        constant = heads.out_bias[objective] + heads.surface_bias[surface[row], objective]
+        torch.testing.assert_close(logits[row, objective], tower @ corrected + constant)
+
+
+def test_numbers_reach_the_trunk_without_the_interaction(
+    reader: ExampleReader, batch: Batch
+) -> None:
+    torch.manual_seed(0)
+    gem = Gem(reader.features, TINY).eval()
+    sizes = table_sizes(reader.features, len(reader.items), USERS)
+    tables = TorchEmbeddingTables(sizes, TINY.embedding_dim)
+    gem.interaction.register_forward_hook(lambda _module, _inputs, rows: torch.zeros_like(rows))
+    logits = output_of(gem, tables, reader, batch).logits
+    for name in ("row_numeric", "user_numeric"):
+        changed = replace(batch, **{name: getattr(batch, name) + 1})
+        others = output_of(gem, tables, reader, changed).logits
+        assert (others - logits).abs().max() > 1e-4, name
+
+
 def test_towers_start_at_the_base_rates_of_the_objectives() -> None:
     torch.manual_seed(0)
     heads, rates = ObjectiveTowers(3, 2, 8, 4), torch.tensor([0.3, 0.001])
