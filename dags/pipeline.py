@@ -73,15 +73,17 @@ def split_flags(split: DaySplit) -> tuple[str, ...]:
 
 
 def model_flags(split: DaySplit) -> ModelFlags:
-    """Flags of the steps of models, for all days at once."""
-    first_later_day = split.train_last + timedelta(days=1)
+    """Flags of the steps of models, for all days at once.
+
+    GEM learns the days after those of rankers, too, but never together with them.
+    """
+    days = f"{split.train_first}:{split.data_until}"
     return ModelFlags(
-        training_days=("--days", f"{split.train_first}:{split.train_last}"),
-        teacher_days=("--days", f"{split.train_first}:{split.data_until}"),
+        training_days=("--days", days, "--joint-until", str(split.train_last)),
+        teacher_days=("--days", days),
         split=split_flags(split),
         scored_days=("--days", f"{split.test_first}:{split.data_until}"),
         data_until=("--data-until", str(split.data_until)),
-        later_days=("--days", f"{first_later_day}:{split.data_until}"),
     )
 
 
@@ -160,21 +162,18 @@ def statistics_step(paths: PipelinePaths, day_flags: tuple[str, ...]) -> Step:
 def gem_steps(
     paths: PipelinePaths, flags: ModelFlags, gem_flags: tuple[str, ...] = ()
 ) -> list[Step]:
-    """Train GEM, with further `gem_flags`, and write its predictions and user embeddings.
-
-    Later days than those of the split are learned by a step of their own, so that with
-    `--first-training joint` there is a checkpoint that has not learned the test days.
-    """
-
-    def train_step(name: str, day_flags: tuple[str, ...], reads: tuple[str, ...]) -> Step:
-        command = ("train", "gem", *paths.cli_flags, *day_flags, *gem_flags)
-        return Step(name, "torch", command, reads, (GEM_MODEL_DIR,), is_distributed=True)
-
-    steps = [train_step("gem", flags.training_days, EXAMPLE_TABLES)]
-    if flags.later_days:
-        reads = (*EXAMPLE_TABLES, GEM_MODEL_DIR)
-        steps.append(train_step("gem_later_days", flags.later_days, reads))
-    return [*steps, teacher_step(paths, flags.teacher_days)]
+    """Train GEM, with further `gem_flags`, and write its predictions and user embeddings."""
+    return [
+        Step(
+            "gem",
+            "torch",
+            ("train", "gem", *paths.cli_flags, *flags.training_days, *gem_flags),
+            EXAMPLE_TABLES,
+            (GEM_MODEL_DIR,),
+            is_distributed=True,
+        ),
+        teacher_step(paths, flags.teacher_days),
+    ]
 
 
 def teacher_step(paths: PipelinePaths, day_flags: tuple[str, ...]) -> Step:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Sequence
-from itertools import groupby, takewhile
+from itertools import groupby
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -43,9 +43,9 @@ def _output_path(lake: str, name: str) -> StoragePath:
 def input_fingerprint(
     spec: DataSpec, paths: PipelinePaths, steps: Sequence[Step], step: Step
 ) -> str:
-    """A hash of the inputs of a step: its command, the spec, its raw files, earlier steps' runs."""
+    """A hash of the inputs of a step: its command, the spec, its raw files, earlier runs."""
     run_ids = {}
-    for other in takewhile(lambda other: other.name != step.name, steps):
+    for other in steps:
         if set(other.writes) & set(step.reads):
             record = step_state.read_step_state(paths.lake, other.recorded_name)
             run_ids[other.name] = record.run_id if record else None

@@ -82,10 +82,9 @@ class PipelinePaths:
 class ModelFlags:
     """Flags that name the days of the steps that train and use models.
 
-    GEM trains on `training_days`, then on `later_days` if there are some, and writes predictions
-    for `teacher_days`, which include the days of refits. Rankers, baselines and the report follow
-    `split`. `scored_days` are those from the first test day on; `data_until` is the last day with
-    logs.
+    GEM trains on `training_days` and writes predictions for `teacher_days`, which include the days
+    of refits. Rankers, baselines and the report follow `split`. `scored_days` are those from the
+    first test day on; `data_until` is the last day with logs.
     """
 
     training_days: tuple[str, ...]
@@ -93,4 +92,3 @@ class ModelFlags:
     split: tuple[str, ...]
     scored_days: tuple[str, ...]
     data_until: tuple[str, ...]
-    later_days: tuple[str, ...] = ()

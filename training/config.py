@@ -1,5 +1,6 @@
 """Configuration of a training run of GEM."""
 
+from datetime import date
 from typing import Annotated, Literal, Self
 
 import tyro
@@ -123,6 +124,13 @@ class TrainConfig(StrictModel):
             "random order; later days follow one by one"
         ),
     ] = "daily"
+    joint_until: Annotated[
+        date | None,
+        tyro.conf.arg(
+            help="last of the days that `--first-training joint` learns together; by default the "
+            "last requested one"
+        ),
+    ] = None
     passes: Annotated[int, Field(ge=1), tyro.conf.arg(help="passes over the rows of a day")] = 2
     update_edges: Annotated[
         bool,

@@ -26,6 +26,8 @@ from training.evaluation.predictions import ConfidenceInterval
 MAX_ADS_PER_REQUEST = 6  # limits the enumeration of all orders of the ads
 REQUEST_BATCH_SIZE = 4096
 NUM_BOOTSTRAP_RESAMPLES = 1000
+RESAMPLED_USERS = 10_000_000  # at a time
+MAX_PROPENSITY = 1 - 1e-6  # of a slot before the last, so that the ads after it have shares
 
 
 def position_propensities(slot_propensities: Float64) -> Float64:
@@ -42,20 +44,19 @@ def position_propensities(slot_propensities: Float64) -> Float64:
 
 def first_slot_shares(slot_propensities: Float64) -> Float64:
     """The probability (N, K) of each ad to be drawn for the first slot."""
-    shares = np.empty_like(slot_propensities)
-    remaining = np.ones(len(slot_propensities))
-    for slot in range(slot_propensities.shape[1]):
-        shares[:, slot] = slot_propensities[:, slot] * remaining
-        remaining = remaining - shares[:, slot]
-    return shares
+    not_drawn = np.cumprod(1 - slot_propensities, 1)
+    before = np.concatenate((np.ones((len(not_drawn), 1)), not_drawn[:, :-1]), 1)
+    return slot_propensities * before
 
 
 def _position_propensities(slot_propensities: Float64) -> Float64:
     num_ads = slot_propensities.shape[1]
     orders = np.array(list(permutations(range(num_ads))))
-    shares = first_slot_shares(slot_propensities)[:, orders]  # (N, orders, K)
-    drawn_before = np.cumsum(shares, 2) - shares
-    remaining = np.maximum(1 - drawn_before, 1e-12)
+    drawn = slot_propensities.copy()
+    drawn[:, :-1] = np.minimum(drawn[:, :-1], MAX_PROPENSITY)
+    shares = first_slot_shares(drawn)[:, orders]  # (N, orders, K)
+    of_other_ads = np.prod(1 - drawn, 1)[:, None, None]
+    remaining = np.cumsum(shares[..., ::-1], 2)[..., ::-1] + of_other_ads
     order_probabilities = np.prod(shares / remaining, 2)
     order_probabilities /= order_probabilities.sum(1, keepdims=True)
     propensities = np.empty((len(slot_propensities), num_ads, num_ads))
@@ -128,20 +129,25 @@ def estimate_policy_value(rewards: Float64, rankings: RankingPair) -> PolicyValu
 
 
 def _bootstrap_interval(reward_sums: Float64, num_requests: Float64) -> ConfidenceInterval:
-    """The mean reward of a request with its 95 % interval, from sums by user."""
+    """The mean reward of a request with its 95 % interval, from sums by user.
+
+    The bounds of a single user are NaN.
+    """
+    value = float(_ratio_of_sums(reward_sums, num_requests))
+    if len(reward_sums) < 2:
+        return ConfidenceInterval(value, np.nan, np.nan)
     result = bootstrap(
         (reward_sums, num_requests),
         _ratio_of_sums,
         paired=True,
         vectorized=True,
         n_resamples=NUM_BOOTSTRAP_RESAMPLES,
-        batch=100,
+        batch=max(1, min(100, RESAMPLED_USERS // len(reward_sums))),
         method="percentile",
         rng=np.random.default_rng(0),
     )
     low, high = result.confidence_interval
-    value = _ratio_of_sums(reward_sums, num_requests)
-    return ConfidenceInterval(float(value), float(low), float(high))
+    return ConfidenceInterval(value, float(low), float(high))
 
 
 def _ratio_of_sums(reward_sums: Float64, num_requests: Float64, axis: int = -1) -> Float64:

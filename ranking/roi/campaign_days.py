@@ -314,7 +314,7 @@ def usable_campaigns(table: pa.Table) -> pa.Table:
     Without a column `arrived`, labels of all days are final.
     """
     spent = table.filter(pc.greater(table["spend"], 0))
-    days = np.unique(table["day"].to_numpy())[-CURRENT_DAYS:]
+    days = np.unique(spent["day"].to_numpy())[-CURRENT_DAYS:]
     of_late = spent.filter(pa.array(np.isin(spent["day"].to_numpy(), days)))
     final = spent
     if "arrived" in table.column_names:

@@ -98,6 +98,6 @@ def _write_day(lake: Lake, day: date, rows: pa.Table | None) -> None:
 
 def _read_window(lake: Lake, until: date) -> pa.Table:
     assert lake.spec.roi
-    days = lake.spec.roi.window // DAY
+    days = -(-lake.spec.roi.window // DAY)
     window = list(date_range(until - timedelta(days=days - 1), until))
     return arrow.snapshot(lake, roi_schemas.campaign_days(lake.spec)).read(day=window)

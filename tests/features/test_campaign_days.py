@@ -31,7 +31,7 @@ from etl.tables.maintenance import upgrade_lake
 from features.roi import campaign_days as roi_tables
 from features.roi.campaign_days import build_campaign_days, first_changed_day
 from gemline import main
-from ranking.roi.campaign_days import read_campaign_days
+from ranking.roi.campaign_days import read_campaign_days, usable_campaigns
 from tests.conftest import FIRST, LAST
 from tests.world import copy_of, link_tables
 
@@ -243,6 +243,18 @@ def test_curves_and_a_plan_of_the_same_total_are_written_and_the_table_is_read_a
     assert main(["roi", "report", *flags, "--data-until", str(until)]) == 0
     assert "no curves yet" in capsys.readouterr().out
     assert arrow.snapshot(own, schema).read().num_rows == 0
+
+
+def test_campaigns_are_those_of_the_latest_days_with_spend_not_with_impressions() -> None:
+    """Spend may be billed later than impressions are logged."""
+    days = [FIRST + timedelta(days=number) for number in range(20)]
+    rows = [
+        {"campaign": name, "day": day, "spend": 1.0 if day < days[last] else 0.0}
+        for name, last in (("early", 3), ("late", 12))
+        for day in days
+    ]
+    usable = usable_campaigns(pa.Table.from_pylist(rows))
+    assert set(usable["campaign"].to_pylist()) == {"late"}
 
 
 def write_campaign_days(lake: Lake, num_days: int) -> None:

@@ -69,6 +69,25 @@ def test_position_propensities_are_sums_over_all_orders(
         np.testing.assert_allclose(propensities.sum(0), 1)
 
 
+def test_an_ad_that_had_to_be_drawn_for_its_slot_stays_there_in_all_orders() -> None:
+    """Such as a pinned one; the others are drawn by their propensities."""
+    slots = np.array([[1.0, 0.5, 1.0], [0.5, 1.0, 1.0], [1.0, 1.0, 0.3]])
+    first_is_pinned, second_had_no_rival, both_are_pinned = position_propensities(slots)
+    half = [[1, 0, 0], [0, 0.5, 0.5], [0, 0.5, 0.5]]
+    np.testing.assert_allclose(first_is_pinned, half, atol=1e-5)
+    np.testing.assert_allclose(second_had_no_rival, [[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]],
+                               atol=1e-5)  # fmt: skip
+    np.testing.assert_allclose(both_are_pinned, np.eye(3), atol=1e-5)
+
+
+def test_the_rewards_of_one_user_have_no_interval() -> None:
+    ads = np.arange(2)
+    rankings = RankingPair(ads, ads, np.full(2, 0.5), np.zeros(2, np.int64), np.zeros(2, np.int64))
+    estimate = estimate_policy_value(np.array([1.0, 2.0]), rankings)
+    assert (estimate.logged.value, estimate.ips.value) == (3, 6)
+    assert np.isnan([estimate.ips.low, estimate.difference.high]).all()
+
+
 @given(WEIGHTS, st.integers(0, 10**6))
 def test_the_estimate_is_unbiased(weights: list[float], seed: int) -> None:
     """Its mean over all orders that could have been logged, weighted by their probabilities."""

@@ -210,6 +210,17 @@ def test_days_after_one_that_was_trained_again_are_trained_again(
     assert train(f"{THIRD}", *options) == trained, "nothing is left to train"
 
 
+def test_days_before_one_that_has_the_requested_options_are_trained_with_them(
+    own_gem_lake: Lake, spec_path: Path
+) -> None:
+    lake, options = own_gem_lake, ("--dense-lr", "0.0005")
+    where = ["--spec", str(spec_path), "--lake", lake.root]
+    for days in (f"{THIRD}", f"{SECOND}:{THIRD}"):
+        assert main(["train", "gem", *where, "--days", days, *GEM_FLAGS, *options]) == 0
+    for day in (SECOND, THIRD):
+        assert checkpoint.require_manifest(lake, day).training.dense_lr == 0.0005
+
+
 @pytest.mark.parametrize(
     ("parents", "linked"),
     [

@@ -6,8 +6,10 @@ from datetime import date, timedelta
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
+from etl.errors import UserError
 from etl.spec.units import DayRange, date_range
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
@@ -94,3 +96,20 @@ def test_days_after_a_joint_training_follow_one_by_one(lake: Lake, tmp_path: Pat
         daily = manifest.model_copy(update={"joint_until": None})
         assert labels == labels_of(DayBatches(own, reader, LAST, daily).shard_batches(0))
         assert labels and torch.cat([batch.as_of for batch in batches]).max() >= start
+
+
+def test_days_are_learned_together_until_the_last_of_these_and_then_one_by_one(
+    lake: Lake, tmp_path: Path
+) -> None:
+    own, all_days = copy_of(lake, tmp_path / "lake"), (FIRST, LAST)
+    config = CONFIG.model_copy(update={"joint_until": DAYS[1]})
+    with process_group():
+        train_days(own, all_days, config)
+        checkpoints = [m for _, m in checkpoint.list_checkpoints(own.root, None)]
+        assert [m.trained_until for m in checkpoints] == [DAYS[1], LAST]
+        assert {m.joint_until for m in checkpoints} == {DAYS[1]}
+        assert train_days(own, all_days, config) == []  # nothing is left to train
+        assert train_days(own, DAYS, CONFIG) == []  # nor in a run of these days alone
+        outside = config.model_copy(update={"joint_until": LAST + timedelta(days=1)})
+        with pytest.raises(UserError, match=r"--joint-until .* must be one of the days"):
+            manifest_of(own, outside, all_days)

@@ -63,9 +63,11 @@ def starting_point(
         manifest = _continued_manifest(manifest, previous, days[0])
     new_run = manifest
     for folder, interrupted in checkpoint.linked_checkpoints(checkpoints):
-        is_requested = days[0] <= interrupted.trained_until <= days[1]
-        if is_requested and interrupted.is_same_run(new_run):
-            path, manifest = folder, interrupted
+        if not days[0] <= interrupted.trained_until <= days[1]:
+            continue
+        if not interrupted.is_same_run(new_run):
+            break  # this day is trained again, and so are those after it
+        path, manifest = folder, interrupted
     if path is None:
         checkpoint.check_can_start(lake.root, checkpoints, days, member)
     if manifest.complete:
@@ -91,16 +93,25 @@ def new_manifest(
     config: TrainConfig,
     member: int = 0,
 ) -> Manifest:
-    """The manifest of a GEM before its first batch; it is to learn the labels of some days."""
+    """The manifest of a GEM before its first batch; it is to learn the labels of some days.
+
+    Raises UserError if a joint training does not end with one of the days.
+    """
     first, last = days
-    is_joint = config.first_training == "joint"
+    is_joint, joint_until = config.first_training == "joint", config.joint_until or last
+    if is_joint and not first <= joint_until <= last:
+        raise UserError(f"--joint-until {joint_until}: must be one of the days {first} to {last}")
     return Manifest(
         spec_hash=lake.spec.hash,
         features=reader.features,
         attributes=lake.spec.attributes,
         event_types=reader.event_types,
         training=config.model_copy(
-            update={"sequence": reader.sequence, "max_length": reader.history_length}
+            update={
+                "sequence": reader.sequence,
+                "max_length": reader.history_length,
+                "joint_until": None,
+            }
         ),
         spec_max_length=lake.spec.sequences[reader.sequence].max_length,
         precision_map=read_precision_map(lake.root) if config.compute.precision == "fp8" else None,
@@ -108,8 +119,8 @@ def new_manifest(
         table_versions=dict(reader.table_versions) | _teacher_version(lake, config),
         records_base_rates=True,
         trained_from=first,
-        joint_until=last if is_joint else None,
-        trained_until=last if is_joint else first,
+        joint_until=joint_until if is_joint else None,
+        trained_until=joint_until if is_joint else first,
         complete=False,
         member=member,
         batches=0,
