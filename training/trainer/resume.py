@@ -101,18 +101,13 @@ def new_manifest(
     is_joint, joint_until = config.first_training == "joint", config.joint_until or last
     if is_joint and not first <= joint_until <= last:
         raise UserError(f"--joint-until {joint_until}: must be one of the days {first} to {last}")
+    read = {"sequence": reader.sequence, "max_length": reader.history_length}
     return Manifest(
         spec_hash=lake.spec.hash,
         features=reader.features,
         attributes=lake.spec.attributes,
         event_types=reader.event_types,
-        training=config.model_copy(
-            update={
-                "sequence": reader.sequence,
-                "max_length": reader.history_length,
-                "joint_until": None,
-            }
-        ),
+        training=config.model_copy(update=read | {"joint_until": None}),
         spec_max_length=lake.spec.sequences[reader.sequence].max_length,
         precision_map=read_precision_map(lake.root) if config.compute.precision == "fp8" else None,
         num_shards=dist.get_world_size(),
