@@ -1,6 +1,6 @@
 """`gemline forecast build`: the tables of a forecast, from the latest scored impressions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import date, timedelta
 from functools import reduce
 
@@ -48,9 +48,10 @@ def build_forecast(lake: Lake, until: date) -> dict[str, int]:
     names = ["scores", "events", "attributes_user"]
     names += ["audience_labels"] if lake.spec.audiences and lake.exists("audience_labels") else []
     versions = {name: lake.version(name) for name in names}
-    days = scored_days(lake, until)
-    rows = targeted_impressions(lake, days, versions)
     supply = daily_supply(lake, until, versions["events"])
+    shown = {(row["day"], row["surface"]) for row in supply.select("day", "surface").collect()}
+    days = scored_days(lake, until, shown)
+    rows = targeted_impressions(lake, days, versions)
     return write_forecast(lake, rows, supply, days[-1], versions)
 
 
@@ -112,24 +113,20 @@ def _discrete(spec: DataSpec) -> list[str]:
     return [name for name, of in attributes if not isinstance(of, NumericAttribute)]
 
 
-def scored_days(lake: Lake, until: date) -> list[date]:
-    """The latest days until a day, as many as the window has, on which all ad surfaces are scored.
+def scored_days(lake: Lake, until: date, shown: Collection[tuple[date, str]]) -> list[date]:
+    """The latest days until a day, as many as the window has, that are scored.
+
+    All ad surfaces with impressions on a day, which `shown` names, must be.
 
     Raises:
         UserError: There are none.
     """
     assert lake.spec.forecast
     actions = lake.add_actions("scores")
-    partitions = zip(
-        actions["partition.surface"].to_pylist(), actions["partition.day"].to_pylist(), strict=True
-    )
-    by_day: dict[date, set[str]] = {}
-    for surface, day in partitions:
-        by_day.setdefault(day, set()).add(surface)
-    complete = sorted(
-        day for day, surfaces in by_day.items()
-        if day <= until and surfaces >= set(lake.spec.ad_surfaces)
-    )  # fmt: skip
+    partitions = (actions[f"partition.{name}"].to_pylist() for name in ("day", "surface"))
+    scored = set(zip(*partitions, strict=True))
+    days = {day for day, _ in scored if day <= until}
+    complete = sorted(days - {day for day, surface in shown if (day, surface) not in scored})
     if not complete:
         raise UserError(
             f"no day until {until} has scores of all ad surfaces: run `gemline rank score` first"

@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from deltalake import DeltaTable
 
 from etl.array_types import Float64
 from etl.errors import UserError
@@ -89,7 +90,8 @@ def require_forecast(spec: DataSpec) -> None:
 def table_versions(lake: Lake) -> dict[str, int]:
     """The versions of the forecast's tables that the latest build wrote.
 
-    The sample is written last, and its commit records the versions of the others.
+    The sample is written last, and its commit records the versions of the others. Versions that
+    have the same rows are those of the current spec, which an upgrade may have changed.
 
     Raises:
         UserError: There is no build yet.
@@ -99,7 +101,18 @@ def table_versions(lake: Lake) -> dict[str, int]:
         raise UserError(f"{lake.root} has no forecast: run `gemline forecast build` first")
     table = lake.open(SAMPLE)
     inputs = last_commit_metadata(table)["inputs"]
-    return {SAMPLE: table.version()} | {name: inputs[name] for name in OTHER_TABLES}
+    others = {name: _newest_with_rows_of(lake, name, inputs[name]) for name in OTHER_TABLES}
+    return {SAMPLE: table.version()} | others
+
+
+def _newest_with_rows_of(lake: Lake, name: str, version: int) -> int:
+    """The latest version of a table if nothing was written since a version; else that version."""
+    latest = lake.open(name)
+    if version == latest.version():
+        return version
+    written = DeltaTable(lake.table_uri(name), version=version)
+    is_same = last_commit_metadata(latest) == last_commit_metadata(written)
+    return latest.version() if is_same else version
 
 
 def table_id(lake: Lake, name: str) -> str:

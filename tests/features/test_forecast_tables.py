@@ -14,9 +14,10 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import yaml
+from deltalake import DeltaTable
 
 from etl.errors import UserError
-from etl.spec.units import MICROS, DaySplit
+from etl.spec.units import DAY, MICROS, DaySplit
 from etl.tables import (
     arrow,
     audience_schemas,
@@ -32,7 +33,13 @@ from etl.tables.forecast_schemas import (
     user_categories,
 )
 from etl.tables.lake import Lake, arrow_schema
-from features.forecast.build import _latest_attributes, _latest_labels, build_forecast
+from etl.tables.maintenance import upgrade_lake
+from features.forecast.build import (
+    _latest_attributes,
+    _latest_labels,
+    build_forecast,
+    scored_days,
+)
 from gemline import main
 from ranking.forecast.tables import read_sample, read_tables, table_versions
 from ranking.report.build import build_report
@@ -93,6 +100,21 @@ def write_scores(lake: Lake, days: list[date], seed: int) -> None:
 def built(spark: object, scored: Lake) -> Lake:
     build_forecast(scored, LAST)
     return scored
+
+
+def test_tables_that_an_upgrade_keeps_can_be_read(built: Lake, tmp_path: Path) -> None:
+    own = copy_of(built, tmp_path / "lake")
+    assert own.spec.roi
+    window = own.spec.roi.window + DAY
+    roi = own.spec.roi.model_copy(update={"window": window})
+    new = own.spec.model_copy(update={"roi": roi})
+    plan = upgrade_lake(own.root, own.spec, new)
+    assert new.hash != own.spec.hash and "forecast_sample" in plan.kept_tables
+    upgraded = Lake(own.root, new)
+    versions = table_versions(upgraded)
+    sample = read_sample(upgraded, versions["forecast_sample"])
+    assert sample.equals(read_sample(built, table_versions(built)["forecast_sample"]))
+    assert read_tables(upgraded, sample, versions)
 
 
 def sample_of(lake: Lake) -> pd.DataFrame:
@@ -172,6 +194,17 @@ def test_counts_of_pairs_and_sketches_equal_brute_force(built: Lake) -> None:
     for device, group in sample.groupby("target_device"):
         estimate = tables.sketches.users({"device": frozenset({str(device)})})
         assert estimate and estimate.value == group.sampled_user.nunique()
+
+
+def test_a_day_needs_no_scores_of_surfaces_without_impressions(
+    scored: Lake, tmp_path: Path
+) -> None:
+    own = copy_of(scored, tmp_path / "lake")
+    surface, *_ = own.spec.ad_surfaces
+    DeltaTable(own.table_uri("scores")).delete(f"surface = '{surface}' AND day = '{EVE}'")
+    shown = {*itertools.product((EVE, LAST), own.spec.ad_surfaces)}
+    assert scored_days(own, LAST, shown) == [LAST]
+    assert scored_days(own, LAST, shown - {(EVE, surface)}) == [EVE, LAST]
 
 
 def test_a_small_sample_has_all_rows_of_its_users_whose_weights_add_up_to_everyone(
