@@ -73,10 +73,9 @@ def test_an_ad_that_had_to_be_drawn_for_its_slot_stays_there_in_all_orders() -> 
     """Such as a pinned one; the others are drawn by their propensities."""
     slots = np.array([[1.0, 0.5, 1.0], [0.5, 1.0, 1.0], [1.0, 1.0, 0.3]])
     first_is_pinned, second_had_no_rival, both_are_pinned = position_propensities(slots)
-    half = [[1, 0, 0], [0, 0.5, 0.5], [0, 0.5, 0.5]]
-    np.testing.assert_allclose(first_is_pinned, half, atol=1e-5)
-    np.testing.assert_allclose(second_had_no_rival, [[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]],
-                               atol=1e-5)  # fmt: skip
+    last_two = np.array([[1, 0, 0], [0, 0.5, 0.5], [0, 0.5, 0.5]])
+    np.testing.assert_allclose(first_is_pinned, last_two, atol=1e-5)
+    np.testing.assert_allclose(second_had_no_rival, last_two[::-1, ::-1], atol=1e-5)
     np.testing.assert_allclose(both_are_pinned, np.eye(3), atol=1e-5)
 
 

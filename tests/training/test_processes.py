@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.harness import SIMULATOR_SPEC
 from benchmarks.system.warm_start import SHAPE, manifest_of
 from etl.spec import load_spec
+from features.schema import ITEM_TABLE
 from tests.training.many import run
 from training.config import TrainConfig
 from training.data.batch import Batch
@@ -68,6 +69,9 @@ def test_a_padding_batch_changes_no_statistics_and_no_counts() -> None:
     config = TrainConfig(scale="tiny", item_table_rows=1024, model=options)
     with process_group():
         state = build_train_state(manifest_of(load_spec(SIMULATOR_SPEC), config))
+        no_items = torch.zeros(0, dtype=torch.int64)
+        last_days = state.last_access.last_days[ITEM_TABLE]
+        state.item_rows.update(torch.arange(1024), last_days, no_items, 0)
         state.model.core.train()
         features = state.manifest.features
         batch, loss = random_batch(features, SHAPE), Loss.from_config(config, features)
