@@ -74,7 +74,7 @@ def test_a_run_passes_the_flags_of_gem_on() -> None:
         _ = RunArgs.model_validate(flags | {"gem": "--scale 'base"}).gem_flags
 
 
-def test_gem_learns_all_days_of_a_run_and_none_after_those_of_rankers_together_with_them() -> None:
+def test_a_run_trains_gem_on_all_days_and_ends_a_joint_training_before_the_test_days() -> None:
     """A joint training of all days would have learned the test days before it is evaluated."""
     path = ROOT / "conf/specs/simulator.yaml"
     spec = load_spec(path)

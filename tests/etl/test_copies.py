@@ -137,4 +137,4 @@ def test_an_id_that_is_logged_again_days_later_is_an_event_of_both_days_for_any_
     assert counts == {day_after(0): 2, day_after(4): 3}
     before = rows(lake, "examples")
     adjust_pointers(lake, spark.createDataFrame([("user-1",)], "user_id string"))
-    assert rows(lake, "examples") == before, "an erasure can still find their events"
+    assert rows(lake, "examples") == before, "pointers of both are right"

@@ -24,16 +24,8 @@ from training.model.interaction.wukong import WukongLayer
 from training.model.running_statistics import RunningStatistics
 from training.model.sequence.layers import HstuLayer, TransformerLayer
 
-SHARDED_LAYERS = (
-    WukongLayer,
-    DhenLayer,
-    DCNv2,
-    FinalMlp,
-    MixerBlock,
-    HyFormerLayer,
-    HstuLayer,
-    TransformerLayer,
-)
+INTERACTION_LAYERS = (WukongLayer, DhenLayer, DCNv2, FinalMlp, MixerBlock, HyFormerLayer)
+SHARDED_LAYERS = (*INTERACTION_LAYERS, HstuLayer, TransformerLayer)
 
 for output_type in (GemOutput, ZilnDistribution):  # FSDP searches the output for tensors
     torch.export.register_dataclass(output_type)

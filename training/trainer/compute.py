@@ -11,32 +11,20 @@ from torch.distributed._composable.checkpoint_activation import checkpoint
 
 from etl.runtime.cache import user_cache
 from training.config import ComputeConfig
+from training.distributed.dense import INTERACTION_LAYERS
 from training.model.gem import Gem
-from training.model.hyformer import HyFormerLayer
-from training.model.interaction import DCNv2, FinalMlp
-from training.model.interaction.dcn_dhen import DhenLayer
-from training.model.interaction.token_mixing import MixerBlock
-from training.model.interaction.wukong import WukongLayer
 from training.model.sequence.layers import HstuLayer, TransformerLayer
 from training.model.sequence.pyramid import PersonalizedFFNBlock, PyramidLevel
 from training.precision.linear import apply_precision_map
 from training.precision.precision_map import PrecisionMap
 
 Blocks = tuple[type[nn.Module], ...]
-INTERACTION_BLOCKS: Blocks = (
-    WukongLayer,
-    DhenLayer,
-    DCNv2,
-    FinalMlp,
-    MixerBlock,
-    HyFormerLayer,
-)
 SEQUENCE_BLOCKS: Blocks = (TransformerLayer, HstuLayer, PersonalizedFFNBlock)
-COMPILED_BLOCKS: Blocks = (*INTERACTION_BLOCKS, *SEQUENCE_BLOCKS)
+COMPILED_BLOCKS: Blocks = (*INTERACTION_LAYERS, *SEQUENCE_BLOCKS)
 CHECKPOINTED_BLOCKS: dict[str, Blocks] = {
     "none": (),
     "sequence": (PyramidLevel,),
-    "blocks": (PyramidLevel, *INTERACTION_BLOCKS),
+    "blocks": (PyramidLevel, *INTERACTION_LAYERS),
 }
 
 
