@@ -1,5 +1,6 @@
 """`gemline forecast build`: the tables of a forecast, from the latest scored impressions."""
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from datetime import date, timedelta
 from functools import reduce
@@ -116,7 +117,8 @@ def _discrete(spec: DataSpec) -> list[str]:
 def scored_days(lake: Lake, until: date, shown: Collection[tuple[date, str]]) -> list[date]:
     """The latest days until a day, as many as the window has, that are scored.
 
-    All ad surfaces with impressions on a day, which `shown` names, must be.
+    All ad surfaces with impressions on a day, which `shown` names, must be; on days before those
+    of the supply, all ad surfaces.
 
     Raises:
         UserError: There are none.
@@ -126,7 +128,9 @@ def scored_days(lake: Lake, until: date, shown: Collection[tuple[date, str]]) ->
     partitions = (actions[f"partition.{name}"].to_pylist() for name in ("day", "surface"))
     scored = set(zip(*partitions, strict=True))
     days = {day for day, _ in scored if day <= until}
-    complete = sorted(days - {day for day, surface in shown if (day, surface) not in scored})
+    earlier = {day for day in days if day < first_supply_day(until)}
+    required = {*shown, *itertools.product(earlier, lake.spec.ad_surfaces)}
+    complete = sorted(days - {day for day, surface in required if (day, surface) not in scored})
     if not complete:
         raise UserError(
             f"no day until {until} has scores of all ad surfaces: run `gemline rank score` first"
@@ -299,12 +303,16 @@ def sketches_of(spec: DataSpec, rows: DataFrame) -> DataFrame:
     return reduce(DataFrame.unionByName, frames)
 
 
+def first_supply_day(until: date) -> date:
+    """The first day of the daily counts of impressions until a day."""
+    return until - timedelta(days=SUPPLY_DAYS - 1)
+
+
 def daily_supply(lake: Lake, until: date, version: int) -> DataFrame:
     """Impressions of each ad surface by day, over the last weeks."""
     spec = lake.spec
     events = spark_io.read_table(lake, schemas.events(spec), version)
-    since = until - timedelta(days=SUPPLY_DAYS - 1)
-    events = events.filter(spark_io.day_range_predicate(since, until))
+    events = events.filter(spark_io.day_range_predicate(first_supply_day(until), until))
     events = events.filter(F.col("type") == spec.event_codes[spec.impression_type])
     counts = events.groupBy("surface", "day").agg(F.count("*").alias("impressions"))
     names = {spec.surface_codes[name]: name for name in spec.ad_surfaces}

@@ -205,6 +205,7 @@ def test_a_day_needs_no_scores_of_surfaces_without_impressions(
     shown = {*itertools.product((EVE, LAST), own.spec.ad_surfaces)}
     assert scored_days(own, LAST, shown) == [LAST]
     assert scored_days(own, LAST, shown - {(EVE, surface)}) == [EVE, LAST]
+    assert scored_days(own, LAST + timedelta(days=90), set()) == [LAST], "no counts of these days"
 
 
 def test_a_small_sample_has_all_rows_of_its_users_whose_weights_add_up_to_everyone(
